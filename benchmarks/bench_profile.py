@@ -40,7 +40,7 @@ from serving import machine
 from serving.arguments import RESULTS, add_server_options
 from serving.breakdown import Breakdown
 from serving.client import BenchError, OutOfTime
-from serving.curve import write_curve
+from serving.curve import write_acceptance
 from serving.floor import arithmetic_ms, copy_bandwidth, device_of, floor_ms, work_of
 from serving.launch import CURVE, live_server
 from serving.points import MAX_CONCURRENCY, Point, parse_points
@@ -88,7 +88,7 @@ def profile(args: argparse.Namespace) -> Path:
         scratch = Path(folder)
         traces = scratch / "traces"
         traces.mkdir()
-        source = write_curve(args.curve, args.codec, scratch / CURVE)
+        source = write_acceptance(args.traces, args.curve, args.codec, scratch / CURVE)
         on_gpu = bool(machine.gpu_names())
         with live_server(
             point.model,

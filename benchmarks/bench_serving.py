@@ -6,10 +6,10 @@
     python benchmarks/bench_serving.py --merge one.points.jsonl other.points.jsonl
 
 sglang.bench_serving sends the requests. One server is started per model and system; other flags are
-the same. `8b` and `32b` are shapes with dummy weights (benchmarks/serving/shapes), whose acceptance
-is replayed from a curve of bench_acceptance.py. Any other model is a folder. With weights, its
-acceptance is real and its prompts are text. Every point is written as soon as it is measured: its
-figures to --out, and its record to OUT.points.jsonl, which --merge reads. --merge writes both
+the same. `8b` and `32b` are shapes with dummy weights (benchmarks/serving/shapes). Their acceptance
+is replayed, from a curve of bench_acceptance.py or from traces of bench_views.py (--traces). Any
+other model is a folder. With weights, its acceptance is real and its prompts are text. Every point
+is written as soon as it is measured: its figures to --out, and its record to OUT.points.jsonl, which --merge reads. --merge writes both
 files, too. A later run adds its points to OUT.points.jsonl, and reports all points of that file.
 
 decode: prompts are sent once for one token, then again, from the prefix cache, for --output-len
@@ -36,7 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from serving import machine, records
 from serving.arguments import PASSES, parse_arguments
 from serving.client import BenchError, OutOfTime
-from serving.curve import write_curve
+from serving.curve import write_acceptance
 from serving.identity import Identity, find_identity
 from serving.launch import CURVE, acceptance_of, live_server
 from serving.live_server import LiveServer
@@ -63,7 +63,7 @@ class Run:
         self._machine = machine.describe()
         _check_out(args, self._machine)
         self._on_gpu = bool(machine.gpu_names())
-        self.source = write_curve(args.curve, args.codec, scratch / CURVE)
+        self.source = write_acceptance(args.traces, args.curve, args.codec, scratch / CURVE)
         self.missing: list[str] = []
         self.failed = False
 
@@ -160,7 +160,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         if args.merge:
             merge(args)
-            report(args, write_curve(args.curve, args.codec, Path(scratch) / CURVE), show=True)
+            path = Path(scratch) / CURVE
+            source = write_acceptance(args.traces, args.curve, args.codec, path)
+            report(args, source, show=True)
             return 0
         run = Run(args, args.points, Path(scratch))
         try:

@@ -77,6 +77,8 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--replay", action="store_true", help="replay acceptance on a model with weights, too")
     add("--codec", choices=("log4", "uniform4"), default="uniform4")
     add("--curve", type=Path, default=RESULTS / "acceptance.json", help="acceptance to replay")
+    add("--traces", type=Path, help="result of bench_views.py with the traces to replay, at the "
+        "context length of the points (default: replay --curve)")  # fmt: skip
     add("--server-args", default="", metavar="'ARGS'",
         help="further flags of every server; they override the benchmark's flags")  # fmt: skip
     add("--kvspec-args", default="", metavar="'ARGS'",

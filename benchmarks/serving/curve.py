@@ -1,4 +1,6 @@
-"""Curve of replayed acceptance: the probability that a verification keeps at least j drafts.
+"""Acceptance to replay: traces of whole requests, or a curve.
+
+A curve is the probability that a verification keeps at least j drafts.
 
 The curve is that of 4-bit drafts against the exact target on eval-31m (accept.CODEC.mean_of_N). The
 int8 target replays the same curve. accept.CODEC_int8 says how long an 8-bit cache agrees with the
@@ -9,6 +11,7 @@ of that of the drafts, so the error of the drafts decides.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -27,6 +30,34 @@ def survival(curve: AcceptanceCurve, max_draft_len: int = MAX_DRAFT_LEN) -> list
     means = [curve.expected_accepted(n) for n in range(max_draft_len + 1)]
     steps = [after - before for before, after in pairwise(means)]
     return list(accumulate(steps, min))
+
+
+def write_acceptance(traces: Path | None, curve: Path, codec: str, path: Path) -> str:
+    """Write what the replay plug-in reads to `path`: traces, if given, else a curve. Return a
+    description of its source."""
+    return write_curve(curve, codec, path) if traces is None else write_traces(traces, path)
+
+
+def write_traces(views: Path, path: Path) -> str:
+    """Write the traces of a result of bench_views.py: by share of pages that drafts read, one for
+    each request."""
+    results = json.loads(views.read_text(encoding="utf-8"))
+    settings, by_budget = results["settings"], {}
+    for name, rounds in results["settings"]["raw"].items():
+        budget = 1.0 if name == "all" else float(name.split(":")[1])
+        by_budget[budget] = [matches(each["accepted"], settings["draft_len"]) for each in rounds]
+    source = (
+        f"traces of {views.name} ({settings['model']}, {settings['prompts']} prompts of "
+        f"{settings['prompt_len']} tokens)"
+    )
+    path.write_text(json.dumps({"source": source, "traces": by_budget}), encoding="utf-8")
+    return source
+
+
+def matches(accepted: Sequence[int], draft_len: int) -> str:
+    """Return, for each token of a request, 1 where a draft is the target's token and 0 where it is
+    not. accepted: accept lengths of rounds of draft_len drafts, in order."""
+    return "".join("1" * n + ("1" if n == draft_len else "0") for n in accepted)
 
 
 def write_curve(acceptance: Path, codec: str, path: Path) -> str:

@@ -9,6 +9,8 @@ from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 from serving.points import Model
 
 BASELINE = "bf16"
+EXACT, INT8 = (("--kvspec", f"--kvspec-target={name}") for name in ("exact", "int8"))
+ALL_PAGES = "--kvspec-draft-view=all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,10 @@ SYSTEMS = {
     for system in (
         System(BASELINE),
         System("fp8", ("--kv-cache-dtype=fp8_e4m3",)),
-        System("exact", ("--kvspec", "--kvspec-target=exact"), target="exact"),
-        System("int8", ("--kvspec", "--kvspec-target=int8"), target="int8"),
+        System("exact", EXACT, target="exact"),
+        System("int8", INT8, target="int8"),
+        System("exact-all", (*EXACT, ALL_PAGES), target="exact"),
+        System("int8-all", (*INT8, ALL_PAGES), target="int8"),
     )
 }
 

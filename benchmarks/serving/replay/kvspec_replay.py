@@ -1,8 +1,9 @@
-"""Replay of a measured acceptance curve inside a real server, whose weights may be dummies.
+"""Replay of measured acceptance inside a real server, whose weights may be dummies.
 
 A server that has this folder on PYTHONPATH loads it as an SGLang plug-in. KVSPEC_REPLAY_CURVE names
-a JSON file. Its `survival` is the probability that at least j drafts are accepted, for j = 1, 2,
-... Without the variable, nothing is replaced. All requests must be greedy.
+a JSON file. Its `traces` say for each token of whole requests whether a draft of it is right, by
+share of pages that drafts read. Or its `survival` is the probability that at least j drafts are
+accepted, for j = 1, 2, ... Without the variable, nothing is replaced. All requests must be greedy.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import os
 import random
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 
 class Replay:
@@ -35,6 +37,35 @@ class Replay:
         return [*drafts[:num_accepted], targets[num_accepted]]
 
 
+class TraceReplay:
+    """Accept lengths of recorded requests. Request after request takes the next trace, and begins
+    it again at its end."""
+
+    def __init__(self, traces: Mapping[float, Sequence[str]]) -> None:
+        self._traces = dict(sorted(traces.items()))
+        # Trace and place in it, by request.
+        self._at: dict[str, tuple[int, int]] = {}
+
+    def accept(self, state: Any, targets: Sequence[int], num_sound: int) -> list[int]:
+        """Return the first drafts of a request, and the target's next token. Replaces
+        SpecSampler.judge."""
+        if not num_sound:
+            return []
+        number, place = self._at.setdefault(state.rid, (len(self._at), 0))
+        traces = self._traces_at(state.budget)
+        trace, drafts = traces[number % len(traces)], state.drafts
+        kept = 0
+        while kept < len(drafts) and trace[(place + kept) % len(trace)] == "1":
+            kept += 1
+        self._at[state.rid] = (number, place + kept + 1)
+        return [*drafts[:kept], targets[kept]]
+
+    def _traces_at(self, budget: float) -> Sequence[str]:
+        """Return the traces of the largest measured share up to a budget, or of the smallest."""
+        known = [share for share in self._traces if share <= budget] or [min(self._traces)]
+        return self._traces[known[-1]]
+
+
 def register() -> None:
     """Install the replay if a curve is named and this process serves KVSpec."""
     if "KVSPEC_REPLAY_CURVE" not in os.environ or "SGLANG_KVSPEC" not in os.environ:
@@ -42,4 +73,8 @@ def register() -> None:
     from sglang_kvspec.runtime import spec_sampler
 
     curve = json.loads(Path(os.environ["KVSPEC_REPLAY_CURVE"]).read_text(encoding="utf-8"))
-    spec_sampler.accept_matching = Replay(curve["survival"], seed=0).accept_matching
+    if "traces" in curve:
+        replay = TraceReplay({float(share): each for share, each in curve["traces"].items()})
+        spec_sampler.SpecSampler.judge = staticmethod(replay.accept)
+    else:
+        spec_sampler.accept_matching = Replay(curve["survival"], seed=0).accept_matching

@@ -6,9 +6,10 @@ import importlib.util
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from serving.curve import survival, write_curve
+from serving.curve import matches, survival, write_curve, write_traces
 
 from sglang_kvspec.planning.costs import AcceptanceCurve
 from sglang_kvspec.runtime import spec_sampler
@@ -100,3 +101,35 @@ def test_the_choosers_rule_is_replaced(replay, monkeypatch, tmp_path):
     replay.register()
     assert spec_sampler.accept_matching([5], [5, 6]) == [5]
     assert spec_sampler.accept_matching([5], [4, 6]) == [4]
+
+
+def test_traces_are_replayed_by_budget_and_request(replay, tmp_path):
+    views = tmp_path / "views.json"
+    raw = {"all": [[16, 3], [2]], "pages:0.1:4": [[5], [0, 16]]}
+    raw = {name: [{"accepted": each} for each in rounds] for name, rounds in raw.items()}
+    settings = {"model": "m", "prompts": 2, "prompt_len": 9, "draft_len": 16, "raw": raw}
+    views.write_text(json.dumps({"settings": settings}))
+    source = write_traces(views, tmp_path / "traces.json")
+    found = json.loads((tmp_path / "traces.json").read_text())
+    assert "2 prompts of 9 tokens" in source == found["source"]
+    accept = replay.TraceReplay({float(k): v for k, v in found["traces"].items()}).accept
+    a, b = (SimpleNamespace(rid=name, budget=1.0, drafts=list(range(8))) for name in "ab")
+    targets = list(range(100, 109))
+
+    def kept(state):
+        tokens = accept(state, targets, len(targets))
+        assert tokens[-1] == targets[len(tokens) - 1]
+        return len(tokens) - 1
+
+    # 17 tokens of a full round, then 3 drafts and a rejection: rounds of 8 drafts and one token.
+    assert [kept(a), kept(a), kept(a)] == [8, 8, 2]
+    assert [kept(b), kept(b)] == [2, 2]
+    a.budget = 0.1
+    assert kept(a) == 5 - 21 % 6
+    b.budget = 0.2
+    assert kept(b) == 8
+    assert accept(b, targets, 0) == []
+
+
+def test_a_trace_tells_right_drafts_from_wrong_ones():
+    assert matches([2, 0, 4, 1], 4) == "110" + "0" + "11111" + "10"
