@@ -9,8 +9,9 @@ sglang.bench_serving sends the requests. One server is started per model and sys
 the same. `8b` and `32b` are shapes with dummy weights (benchmarks/serving/shapes). Their acceptance
 is replayed, from a curve of bench_acceptance.py or from traces of bench_views.py (--traces). Any
 other model is a folder. With weights, its acceptance is real and its prompts are text. Every point
-is written as soon as it is measured: its figures to --out, and its record to OUT.points.jsonl, which --merge reads. --merge writes both
-files, too. A later run adds its points to OUT.points.jsonl, and reports all points of that file.
+is written as soon as it is measured: its figures to --out, and its record to OUT.points.jsonl,
+which --merge reads. --merge writes both files, too. A later run adds its points to
+OUT.points.jsonl, and reports all points of that file.
 
 decode: prompts are sent once for one token, then again, from the prefix cache, for --output-len
 tokens. The rate covers the time in which all requests decode. end-to-end: prompts are sent once.

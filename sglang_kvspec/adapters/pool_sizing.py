@@ -11,6 +11,7 @@ import torch
 
 from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.compat.pool_sizing import DefaultPoolConfigurator, MemoryPoolConfig
+from sglang_kvspec.adapters.draft_view import view_of
 from sglang_kvspec.adapters.ranks import (
     least_of_all_ranks,
     ranks_on_a_machine,
@@ -34,6 +35,8 @@ from sglang_kvspec.planning.capacity import (
     split_shared_memory,
     window_pages_for,
 )
+from sglang_kvspec.runtime.budget_views import ScoredPages
+from sglang_kvspec.runtime.device_pages import nbytes_of
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 from sglang_kvspec.runtime.targets.flashinfer_pages import WORKSPACE_BYTES
@@ -83,7 +86,8 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
 
         FlashInfer needs a workspace. Logits of the largest verification and its piggyback drafts
         are held in the model's dtype and in fp32. Copies of pages that leave or land need a buffer,
-        and pages that are sent whole need memory to convert them. 0 on a CPU.
+        and pages that are sent whole need memory to convert them. A draft view needs memory for its
+        selection. 0 on a CPU.
         """
         if self._kvc.device == "cpu":
             return 0
@@ -99,7 +103,22 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             buffer = buffer_bytes(max(page.anchor, page.residual))
             if self._config.transfer != "split":
                 buffer += CODEC_WORK * max(AT_ONCE_BYTES, page.plain)
-        return WORKSPACE_BYTES + logits_bytes + buffer
+        return WORKSPACE_BYTES + logits_bytes + buffer + self._selection_bytes()
+
+    def _selection_bytes(self) -> int:
+        """Return the bytes that a GPU needs to select the pages that drafts read."""
+        args, model, config = self._kvc.server_args, self._kvc.model_config, self._config
+        if view_of(config, on_gpu=True) != "pages" or args.disaggregation_mode == "prefill":
+            return 0
+        geometry = geometry_of(self._kvc)
+        return nbytes_of(
+            geometry,
+            model.num_attention_heads // args.tp_size,
+            args.max_running_requests,
+            -(-int(model.context_len) // geometry.page_size),
+            config.max_draft_len,
+            ScoredPages.num_queries,
+        )
 
     def _plan(self, max_pages: int | None) -> MemoryPoolConfig:
         config, geometry = self._config, geometry_of(self._kvc)

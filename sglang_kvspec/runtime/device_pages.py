@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from kvspec_kernels.ops.page_selection import PageSelection, ScoredRequests, SelectedLists
+from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.target_rows import indptr
 from sglang_kvspec.kv.transfers import send_into
@@ -14,6 +15,23 @@ from sglang_kvspec.runtime.device_queries import DeviceQueries
 from sglang_kvspec.runtime.draft_rows import DraftRows, num_before_window
 from sglang_kvspec.runtime.draft_view import SINK_PAGES, MassView, PageCounts
 from sglang_kvspec.runtime.request_state import RequestState
+
+
+def nbytes_of(
+    geometry: KVGeometry,
+    num_qo_heads: int,
+    max_batch: int,
+    most_pages: int,
+    max_draft_len: int,
+    most_queries: int,
+) -> int:
+    """Return about how many bytes the queries, scores, masses and lists of pages take."""
+    rows = max_batch * most_pages * geometry.num_kv_heads * 4
+    per_token = geometry.num_layers * num_qo_heads * geometry.head_dim * geometry.dtype.itemsize
+    queries = max_batch * max(most_queries, max_draft_len + 1) * per_token
+    scores = rows * most_queries * num_qo_heads // geometry.num_kv_heads
+    # A mass and a list entry for each page of each layer and KV head.
+    return queries + scores + 2 * rows * geometry.num_layers
 
 
 class DevicePages:
