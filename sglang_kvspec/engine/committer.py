@@ -103,7 +103,8 @@ class Committer:
         return chosen
 
     def _take_over(self, state: RequestState, row: Row, tokens: list[int]) -> None:
-        self._counters.observe_verification(len(state.drafts), len(tokens) - 1)
+        num_drafts, num_accepted = len(state.drafts), len(tokens) - 1
+        self._counters.observe_verification(num_drafts, num_accepted, state.budget)
         before = state.verified_len
         self._arrivals.note_verification(state, len(tokens))
         state.commit(tokens)
