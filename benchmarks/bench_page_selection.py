@@ -28,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = ROOT / "benchmarks" / "results" / "page_selection.json"
     parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--commit", help="commit to record (default: what git reports)")
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     figures = [Figure("copy.tbps", bandwidth / 1e12, "TB/s read plus written")]
@@ -42,7 +43,8 @@ def main() -> None:
         "timing": "median of CUDA graph replays over inputs that rotate past the L2 cache",
         "spread": "half the distance between the outer deciles",
     }
-    write_json(args.out, "page_selection", torch.device("cuda"), settings, figures)
+    device = torch.device("cuda")
+    write_json(args.out, "page_selection", device, settings, figures, commit=args.commit)
     console.print(f"written: {args.out}")
 
 

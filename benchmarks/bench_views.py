@@ -63,7 +63,7 @@ def main() -> None:
         "raw_recall": recall,
     }
     figures = figures_of(results, args.draft_len) + recall_figures(recall)
-    report.write_json(args.out, "views", device, settings, figures)
+    report.write_json(args.out, "views", device, settings, figures, commit=args.commit)
     print_results(results, args.draft_len)
     for figure in recall_figures(recall):
         Console().print(f"{figure.name}: {figure.value:.3f}")
@@ -89,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
         help="views to compare. QUERIES: verified queries that a view chooses by",
     )
     add("--recall-budget", type=float, default=0.1, help="share of pages of the recall; 0: none")
+    add("--commit", help="commit to record (default: what git reports)")
     add("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.new_tokens <= args.draft_len or args.length % PAGE_SIZE:
