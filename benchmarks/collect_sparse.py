@@ -1,0 +1,87 @@
+"""Collect the figures of drafts that read a share of the pages into sparse.json.
+
+    python benchmarks/collect_sparse.py --views 32k=views_eval31m_32k.json --serving sparse_h200.json \\
+        --kernels page_selection.json --identity identity_pages.json
+
+Each part was written by its own script: bench_views.py, bench_serving.py, bench_page_selection.py,
+and an identity run. Paths are relative to benchmarks/results. A figure keeps the spread and the
+baseline of its part, and `settings.parts` says where, when and at which commit each part was
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from acceptance.report import Figure, write_json
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# Drafts that are as old as a round of 12 when the last of them is made.
+OLD = 12
+KERNELS = ("draft_attention.16x32768.", "score.16x32768.", "select.16x32768.")
+RATES = ("vs_bf16", "tokens_per_s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--views", nargs="+", default=[], metavar="LENGTH=FILE")
+    parser.add_argument("--kernels", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--serving", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--identity", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--out", type=Path, default=RESULTS / "sparse.json")
+    args = parser.parse_args()
+    figures: list[Figure] = []
+    parts: dict[str, Any] = {}
+
+    def part(name: str) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        parts[name] = {key: result.get(key) for key in ("commit", "date", "machine")}
+        return result
+
+    for text in args.views:
+        length, name = text.split("=")
+        figures += views_figures(length, part(name))
+    for name in args.kernels:
+        figures += renamed(part(name)["figures"], KERNELS)
+    for name in args.serving:
+        figures += renamed(part(name)["figures"], ("serving.",))
+    for name in args.identity:
+        figures += renamed(part(name)["figures"], ("identity.",))
+    write_json(args.out, "sparse", torch.device("cpu"), {"parts": parts}, figures)
+
+
+def views_figures(length: str, result: Mapping[str, Any]) -> list[Figure]:
+    """Return acceptance and shares of pages by view, and recall, at one context length."""
+    model = result["settings"]["model"].replace("-", "")
+    place = f"{model}_{length}"
+    figures = []
+    for row in result["figures"]:
+        head, *middle, last = row["name"].split(".")
+        if head == "views":
+            view = "_".join(middle)
+            what = {"vs_all": "accept", "pages_read": "pages_read", "mass": "mass_read"}
+            kind = what.get(last, "mean_accepted")
+            end = "vs_all" if last == "vs_all" else ""
+            name = ".".join(filter(None, ("sparse", kind, place, view, end)))
+            figures.append(_figure(row, name))
+        elif head == "recall":
+            figures.append(_figure(row, f"sparse.recall.{place}.{'_'.join(middle)}.age_{last}"))
+    return figures
+
+
+def renamed(rows: Iterable[Mapping[str, Any]], beginnings: tuple[str, ...]) -> list[Figure]:
+    """Return the figures whose names begin so, under `sparse`."""
+    return [_figure(row, f"sparse.{row['name']}") for row in rows if row["name"].startswith(beginnings)]
+
+
+def _figure(row: Mapping[str, Any], name: str) -> Figure:
+    return Figure(name, row["value"], row["unit"], row["spread"], row["baseline"])
+
+
+if __name__ == "__main__":
+    main()
