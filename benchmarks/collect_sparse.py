@@ -76,7 +76,9 @@ def views_figures(length: str, result: Mapping[str, Any]) -> list[Figure]:
 
 def renamed(rows: Iterable[Mapping[str, Any]], beginnings: tuple[str, ...]) -> list[Figure]:
     """Return the figures whose names begin so, under `sparse`."""
-    return [_figure(row, f"sparse.{row['name']}") for row in rows if row["name"].startswith(beginnings)]
+    return [
+        _figure(row, f"sparse.{row['name']}") for row in rows if row["name"].startswith(beginnings)
+    ]
 
 
 def _figure(row: Mapping[str, Any], name: str) -> Figure:

@@ -192,7 +192,7 @@ def test_layers_and_heads_draft_on_pages_of_their_own(make_drafter):
     assert drafter.draft(batch, [2, 1]).deliver() == {0: [6, 7], 1: [21]}
     assert torch.equal(rows.head_pages[0], torch.tensor([7, 2])[view.pages].int())
     assert (rows.head_pages[1] == 9).all()
-    assert rows.past_indptr.tolist() == [0, 1, 2, 2, 2]
+    assert rows.list_indptr.tolist() == [0, 1, 2, 2, 2]
     # Plain steps read all pages from one list, at the target precision.
     drafter.advance(batch, 1, ())
     assert rows.past_pages[:3].tolist() == [7, 2, 9]

@@ -72,6 +72,7 @@ class Allowing:
 def make_request(rid="r", *, grammar=None, middle_chunks=0, output=(), **params):
     return SimpleNamespace(
         rid=rid,
+        req_pool_idx=3,
         grammar=grammar,
         inflight_middle_chunks=middle_chunks,
         output_ids=list(output),

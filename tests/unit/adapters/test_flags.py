@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "schedule": ("rounds", "rounds", ""),
     "drafter": ("self", "self", ""),
     "draft_view": ("all", "all", ""),
+    "draft_budget": ("0.2", 0.2, ""),
     "stream": ("burst", "burst", ""),
     "prefix_host_gb": ("2", 2.0, ""),
     "prefix_hbm_fraction": ("0.1", 0.1, "--kvspec-prefix-dir x"),

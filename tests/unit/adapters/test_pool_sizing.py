@@ -10,6 +10,7 @@ import torch
 
 from sglang_kvspec.adapters import pool_sizing
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.planning.capacity import PageBytes
 
 GIB = 2**30
@@ -55,9 +56,31 @@ def test_copies_of_pages_need_memory_of_a_gpu(plan_on_gpu, monkeypatch):
             model_config=SimpleNamespace(dtype=torch.bfloat16, vocab_size=1000),
         )
         sizing = object.__new__(pool_sizing.KVSpecPoolConfigurator)
-        sizing._kvc, sizing._config = kvc, KVSpecConfig(**options)
+        sizing._kvc, sizing._config = kvc, KVSpecConfig(draft_view="all", **options)
         sizes.append(sizing._outside_bytes())
     assert [size - sizes[0] for size in sizes] == [0, 64 * 2**20, 64 * 2**20, GIB]
+
+
+def test_a_choice_of_pages_needs_memory_of_a_gpu(monkeypatch):
+    geometry = KVGeometry(4, 2, 64, 64, torch.bfloat16)
+    monkeypatch.setattr(pool_sizing, "geometry_of", lambda kvc: geometry)
+
+    def nbytes(mode="null", max_running=8, **options):
+        kvc = SimpleNamespace(
+            server_args=SimpleNamespace(
+                max_running_requests=max_running, disaggregation_mode=mode, tp_size=2
+            ),
+            model_config=SimpleNamespace(num_attention_heads=16, context_len=64 * 100),
+        )
+        sizing = object.__new__(pool_sizing.KVSpecPoolConfigurator)
+        sizing._kvc, sizing._config = kvc, KVSpecConfig(**options)
+        return sizing._selection_bytes()
+
+    # Masses and lists of 100 pages, scores of one layer, and 32 queries of 8 heads.
+    lists, scores = 2 * 4 * 100 * 2 * 4, 100 * 2 * 4 * 4 * 4
+    assert nbytes() == nbytes(draft_view="pages") == 8 * (lists + scores + 32 * 4 * 8 * 64 * 2)
+    assert nbytes(max_running=16) == 2 * nbytes()
+    assert nbytes("prefill") == nbytes(draft_view="all") == nbytes(draft_len=0) == 0
 
 
 def test_without_a_store_all_residuals_are_cached(plan_on_gpu):
