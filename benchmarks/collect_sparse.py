@@ -1,12 +1,12 @@
 """Collect the figures of drafts that read a share of the pages into sparse.json.
 
-    python benchmarks/collect_sparse.py --views 32k=views_eval31m_32k.json --serving sparse_h200.json \\
-        --kernels page_selection.json --identity identity_pages.json
+    python benchmarks/collect_sparse.py --views 32k=views_eval31m_32k.json \\
+        --serving sparse_serving.json --kernels page_selection.json --identity identity_pages.json
 
 Each part was written by its own script: bench_views.py, bench_serving.py, bench_page_selection.py,
 and an identity run. Paths are relative to benchmarks/results. A figure keeps the spread and the
 baseline of its part, and `settings.parts` says where, when and at which commit each part was
-measured.
+measured. --commit-of gives the commit of a part that was measured on a machine without git.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ import torch
 from acceptance.report import Figure, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# Drafts that are as old as a round of 12 when the last of them is made.
-OLD = 12
 KERNELS = ("draft_attention.16x32768.", "score.16x32768.", "select.16x32768.")
-RATES = ("vs_bf16", "tokens_per_s")
 
 
 def main() -> None:
@@ -33,14 +30,18 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--serving", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--identity", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--commit-of", nargs="*", default=[], metavar="FILE=COMMIT")
     parser.add_argument("--out", type=Path, default=RESULTS / "sparse.json")
     args = parser.parse_args()
+    given = dict(text.split("=") for text in args.commit_of)
     figures: list[Figure] = []
     parts: dict[str, Any] = {}
 
     def part(name: str) -> dict[str, Any]:
         result: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
         parts[name] = {key: result.get(key) for key in ("commit", "date", "machine")}
+        if parts[name]["commit"] in (None, "unknown"):
+            parts[name]["commit"] = f"{given[name]} (given)"
         return result
 
     for text in args.views:
@@ -76,9 +77,8 @@ def views_figures(length: str, result: Mapping[str, Any]) -> list[Figure]:
 
 def renamed(rows: Iterable[Mapping[str, Any]], beginnings: tuple[str, ...]) -> list[Figure]:
     """Return the figures whose names begin so, under `sparse`."""
-    return [
-        _figure(row, f"sparse.{row['name']}") for row in rows if row["name"].startswith(beginnings)
-    ]
+    chosen = (row for row in rows if row["name"].startswith(beginnings))
+    return [_figure(row, f"sparse.{row['name']}") for row in chosen]
 
 
 def _figure(row: Mapping[str, Any], name: str) -> Figure:
