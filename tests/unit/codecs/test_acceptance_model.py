@@ -44,7 +44,7 @@ def test_prefill_and_decode_equal_transformers(demo_model):
     theirs = transformers.LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     with torch.inference_mode():
         want = theirs(tokens).logits
-    cache, first = demo_model.prefill(tokens[:, :32], spare=8)
+    cache, first, _ = demo_model.prefill(tokens[:, :32], spare=8)
     got = [first]
     got += [demo_model.decode(tokens[:, t], t, cache)[0] for t in range(32, 40)]
     # fp32 sums have another order, and logits are of the order of ten.
@@ -88,7 +88,8 @@ def test_accepted_length_stops_at_the_first_disagreement(demo_model, target):
     tokens = target.tokens.clone()
     tokens[1, 3] = (tokens[1, 3] + 1) % 4096
     tokens[2, 1] = (tokens[2, 1] + 1) % 4096
-    altered = TargetRun(target.prompt_len, tokens, target.cache, target.queries)
+    queries = (target.queries, target.prompt_queries)
+    altered = TargetRun(target.prompt_len, tokens, target.cache, *queries)
     cache = draft_cache(altered, lambda k, v: (k, v), page_size=64)
     assert accepted_lengths(demo_model, altered, cache).tolist() == [6, 2, 0]
 
