@@ -21,6 +21,12 @@ import torch
 from acceptance.report import Figure, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
+# Figures of a point that are collected besides its ratio.
+RATES = (".decode.tokens_per_s", ".draft_iter_ms", ".accepted", ".drafted")
+# Times of a layer, and the sizes of the point that they belong to.
+SCORE = "sparse.score.16x32768.uniform4.4_queries.us"
+SELECT = "sparse.select.16x32768.us_per_layer"
+LAYERS, BATCH = 32, 16
 KERNELS = ("draft_attention.16x32768.", "score.16x32768.", "select.16x32768.")
 
 
@@ -50,9 +56,10 @@ def main() -> None:
     for name in args.kernels:
         figures += renamed(part(name)["figures"], KERNELS)
     for name in args.serving:
-        figures += renamed(part(name)["figures"], ("serving.",))
+        figures += serving_figures(part(name)["figures"])
     for name in args.identity:
         figures += renamed(part(name)["figures"], ("identity.",))
+    figures += share_of_round({figure.name: figure.value for figure in figures})
     write_json(args.out, "sparse", torch.device("cpu"), {"parts": parts}, figures)
 
 
@@ -73,6 +80,30 @@ def views_figures(length: str, result: Mapping[str, Any]) -> list[Figure]:
         elif head == "recall":
             figures.append(_figure(row, f"sparse.recall.{place}.{'_'.join(middle)}.age_{last}"))
     return figures
+
+
+def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
+    """Return decode rates, and their ratios to plain SGLang in bf16."""
+    figures = []
+    for row in rows:
+        place, _, what = row["name"].removeprefix("serve.").partition(".vs_bf16")
+        if row["name"].startswith("serve.") and row["name"].endswith(".vs_bf16"):
+            figures.append(_figure(row, f"sparse.{place}{what}"))
+        elif row["name"].endswith(RATES):
+            figures.append(_figure(row, f"sparse.{place}"))
+    return figures
+
+
+def share_of_round(values: Mapping[str, float]) -> list[Figure]:
+    """Return the share of a round of the exact target that scoring and selection take."""
+    place = "sparse.8b.32k.bs16.exact"
+    names = (f"{place}.accepted", f"{place}.decode.tokens_per_s", SCORE, SELECT)
+    if not all(name in values for name in names):
+        return []
+    accepted, rate, score_us, select_us = (values[name] for name in names)
+    round_us = (accepted + 1) * BATCH / rate * 1e6
+    share = LAYERS * (score_us + select_us) / round_us
+    return [Figure("sparse.select.share_of_round", share, "share", None, None)]
 
 
 def renamed(rows: Iterable[Mapping[str, Any]], beginnings: tuple[str, ...]) -> list[Figure]:

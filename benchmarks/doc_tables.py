@@ -81,6 +81,42 @@ HARDENING_TITLES = {
     "refusals.seconds": ("seconds until a wrong --kvspec flag is refused", "3 or less"),
 }
 
+SPARSE_TITLES = {
+    "sparse.accept.eval31m_32k.pages_0_1_4.vs_all": (
+        "accepted drafts against all anchors, eval-31m, 32K, a tenth of the pages",
+        "0.95 or more",
+    ),
+    "sparse.pages_read.eval31m_32k.pages_0_1_4": ("pages read, share", "0.125 or less"),
+    "sparse.accept.eval31m_16k.pages_0_1_4.vs_all": (
+        "accepted drafts against all anchors, eval-31m, 16K, a tenth of the pages",
+        "0.94 or more",
+    ),
+    "sparse.pages_read.eval31m_16k.pages_0_1_4": ("pages read, share", "0.125 or less"),
+    "sparse.recall.eval31m_32k.predicted.age_12": (
+        "recall of the mass of the best pages by predicted queries, 12 tokens old",
+        "0.9 or more",
+    ),
+    "sparse.draft_attention.16x32768.uniform4.listed_0.1.vs_all": (
+        "draft attention at 16 x 32K, a tenth of the pages, times as fast as all",
+        "6.5 or more",
+    ),
+    "sparse.score.16x32768.uniform4.4_queries.share_of_copy": (
+        "scores of all pages at 16 x 32K, share of a copy's bandwidth",
+        "0.75 or more",
+    ),
+    "sparse.select.16x32768.us_per_layer": ("selection, us a layer", "15 or less"),
+    "sparse.select.share_of_round": ("scores and selection, share of a round", "0.05 or less"),
+    "sparse.8b.32k.bs16.exact": (
+        "8B, 16 x 32K, `exact`: tokens/s against plain SGLang in bf16",
+        "2.3 or more",
+    ),
+    "sparse.8b.32k.bs16.int8": ("the same, `int8`", "2.5 or more"),
+    "sparse.identity.gpu.deterministic.mismatches_vs_draft_off": (
+        "answers of 200 that differ from drafting off, eval-31m, deterministic",
+        "0",
+    ),
+}
+
 
 def main() -> None:
     tables_by_name = all_tables()
@@ -108,6 +144,11 @@ def all_tables() -> dict[str, str]:
             {row["name"]: row for row in hardening},
             {name: title for name, (title, _) in HARDENING_TITLES.items()},
             {name: goal for name, (_, goal) in HARDENING_TITLES.items()},
+        ),
+        "sparse": goal_table(
+            {row["name"]: row for row in _figures("sparse")},
+            {name: title for name, (title, _) in SPARSE_TITLES.items()},
+            {name: goal for name, (_, goal) in SPARSE_TITLES.items()},
         ),
         "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),
         "serving": tables.block(),
