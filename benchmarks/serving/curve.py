@@ -39,12 +39,15 @@ def write_acceptance(traces: Path | None, curve: Path, codec: str, path: Path) -
 
 
 def write_traces(views: Path, path: Path) -> str:
-    """Write the traces of a result of bench_views.py: by share of pages that drafts read, one for
-    each request."""
+    """Write the traces of the views `all` and `pages` of a result of bench_views.py: by budget, one
+    for each request."""
     results = json.loads(views.read_text(encoding="utf-8"))
     settings, by_budget = results["settings"], {}
     for name, rounds in results["settings"]["raw"].items():
-        budget = 1.0 if name == "all" else float(name.split(":")[1])
+        view, *asked = name.split(":")
+        if view not in ("all", "pages"):
+            continue
+        budget = 1.0 if view == "all" else float(asked[0])
         by_budget[budget] = [matches(each["accepted"], settings["draft_len"]) for each in rounds]
     source = (
         f"traces of {views.name} ({settings['model']}, {settings['prompts']} prompts of "

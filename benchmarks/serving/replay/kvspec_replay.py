@@ -38,8 +38,8 @@ class Replay:
 
 
 class TraceReplay:
-    """Accept lengths of recorded requests. Request after request takes the next trace, and begins
-    it again at its end."""
+    """Accept lengths of recorded requests, by draft budget. Request after request takes the next
+    trace, and begins it again at its end."""
 
     def __init__(self, traces: Mapping[float, Sequence[str]]) -> None:
         self._traces = dict(sorted(traces.items()))
@@ -52,18 +52,18 @@ class TraceReplay:
         if not num_sound:
             return []
         number, place = self._at.setdefault(state.rid, (len(self._at), 0))
-        traces = self._traces_at(state.budget)
+        traces = self._traces.get(state.budget)
+        if traces is None:
+            raise ValueError(
+                f"no trace was recorded at the draft budget {state.budget} (recorded: "
+                f"{', '.join(map(str, self._traces))}): set --kvspec-draft-budget"
+            )
         trace, drafts = traces[number % len(traces)], state.drafts
         kept = 0
         while kept < len(drafts) and trace[(place + kept) % len(trace)] == "1":
             kept += 1
         self._at[state.rid] = (number, place + kept + 1)
         return [*drafts[:kept], targets[kept]]
-
-    def _traces_at(self, budget: float) -> Sequence[str]:
-        """Return the traces of the largest measured share up to a budget, or of the smallest."""
-        known = [share for share in self._traces if share <= budget] or [min(self._traces)]
-        return self._traces[known[-1]]
 
 
 def register() -> None:

@@ -105,7 +105,7 @@ def test_the_choosers_rule_is_replaced(replay, monkeypatch, tmp_path):
 
 def test_traces_are_replayed_by_budget_and_request(replay, tmp_path):
     views = tmp_path / "views.json"
-    raw = {"all": [[16, 3], [2]], "pages:0.1:4": [[5], [0, 16]]}
+    raw = {"all": [[16, 3], [2]], "pages:0.1:4": [[5], [0, 16]], "recent:0.1": [[9], [9]]}
     raw = {name: [{"accepted": each} for each in rounds] for name, rounds in raw.items()}
     settings = {"model": "m", "prompts": 2, "prompt_len": 9, "draft_len": 16, "raw": raw}
     views.write_text(json.dumps({"settings": settings}))
@@ -127,7 +127,8 @@ def test_traces_are_replayed_by_budget_and_request(replay, tmp_path):
     a.budget = 0.1
     assert kept(a) == 5 - 21 % 6
     b.budget = 0.2
-    assert kept(b) == 8
+    with pytest.raises(ValueError, match=r"budget 0.2 \(recorded: 0.1, 1.0\)"):
+        kept(b)
     assert accept(b, targets, 0) == []
 
 
