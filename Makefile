@@ -85,7 +85,7 @@ check: $(INSTALLED) ## formatting, lint, types, layers, language and documentati
 		benchmarks/planner
 	$(PYTHON) -m pytest -q tests/test_layers.py
 	$(PYTHON) benchmarks/check_words.py
-	$(PYTHON) -m mkdocs build --quiet
+	$(PYTHON) -m mkdocs build
 
 docs: $(INSTALLED) ## tables from results and code, then the site in .kvspec/site; broken links fail
 	$(PYTHON) benchmarks/doc_tables.py
