@@ -35,8 +35,8 @@ constexpr int SCRATCH_BYTES = ((RING_BYTES > STATE_BYTES ? RING_BYTES : STATE_BY
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
     i64 page_stride, const int* __restrict__ indptr, const int* __restrict__ indices,
-    int index_stride, const int* __restrict__ last_page_len, Tail tail, int batch, int num_kv_heads, int max_workers,
-    float scale_log2, float* __restrict__ partial_out, float* __restrict__ partial_stat,
+    int index_stride, const int* __restrict__ last_page_len, Tail tail, int batch,
+    int num_kv_heads, int max_workers, float scale_log2, float* __restrict__ partial_out, float* __restrict__ partial_stat,
     void* __restrict__ past_out, float* __restrict__ past_lse, void* __restrict__ tail_out,
     float* __restrict__ tail_lse) {
     extern __shared__ __align__(128) u8 memory[];
@@ -51,12 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     u8* scratch = memory + QUERY_BYTES;
     u8* ring = scratch + warp * HALVES * HALF_BYTES;
     u32 barrier = shared_address(scratch + SCRATCH_BYTES) + warp * HALVES * 8;
-    if (lane == 0) {
-        for (int i = 0; i < HALVES; ++i) barrier_init(barrier + 8 * i);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async;" ::: "memory");
-    }
-    __syncwarp();
+    init_ring(barrier, HALVES, lane);
 
     i64 total = (i64)indptr[batch] * num_kv_heads;
     int workers = active_workers(total, max_workers);
@@ -69,11 +64,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     bool is_first = true;
 
     while (begin < end) {
-        int b = request_of(indptr, batch, (int)(begin / num_kv_heads));
-        int first_index = indptr[b], num_pages = indptr[b + 1] - first_index;
-        i64 within = begin - (i64)first_index * num_kv_heads;
-        int head = (int)(within / num_pages), page = (int)(within % num_pages);
-        int count = (int)min((i64)(num_pages - page), end - begin);
+        auto [b, head, first_index, num_pages, page, count] =
+            run_of(indptr, batch, num_kv_heads, begin, end);
 #if LISTS_BY_HEAD
         const int* pages = indices + (i64)(first_index + page) * index_stride + head / HEAD_SPLIT;
         auto id_of = [&](int i) { return pages[(i64)i * index_stride]; };

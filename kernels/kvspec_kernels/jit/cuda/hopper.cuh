@@ -158,6 +158,16 @@ __device__ __forceinline__ void barrier_init(u32 barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
 }
 
+// Initialises the `count` barriers of a warp's ring. The whole warp must call it.
+__device__ __forceinline__ void init_ring(u32 barrier, int count, int lane) {
+    if (lane == 0) {
+        for (int i = 0; i < count; ++i) barrier_init(barrier + 8 * i);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async;" ::: "memory");
+    }
+    __syncwarp();
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\n"

@@ -53,12 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) page_scores(
     uint4* query = reinterpret_cast<uint4*>(memory);
     u8* ring = memory + ALL_QUERY_BYTES + warp * HALVES * K_BYTES;
     u32 barrier = shared_address(memory + ALL_QUERY_BYTES + RING_BYTES) + warp * HALVES * 8;
-    if (lane == 0) {
-        for (int i = 0; i < HALVES; ++i) barrier_init(barrier + 8 * i);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async;" ::: "memory");
-    }
-    __syncwarp();
+    init_ring(barrier, HALVES, lane);
 
     i64 total = (i64)indptr[batch] * num_kv_heads;
     int worker = blockIdx.x, workers = active_workers(total, gridDim.x);
@@ -70,11 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) page_scores(
     u32 sequence = 0;  // pages that this warp has consumed
 
     while (begin < end) {
-        int b = request_of(indptr, batch, (int)(begin / num_kv_heads));
-        int first_index = indptr[b], num_pages = indptr[b + 1] - first_index;
-        i64 within = begin - (i64)first_index * num_kv_heads;
-        int head = (int)(within / num_pages), page = (int)(within % num_pages);
-        int count = (int)min((i64)(num_pages - page), end - begin);
+        auto [b, head, first_index, num_pages, page, count] =
+            run_of(indptr, batch, num_kv_heads, begin, end);
         int num_rows = num_queries[b] * QUERY_HEADS;
         begin += count;
         if (num_rows == 0) continue;
