@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,23 +139,24 @@ def all_tables() -> dict[str, str]:
         # The file of the main job has older figures of the identity matrix.
         "figures": table(_figures("main_job") + _figures("identity")),
         "transfer": transfer_table(_figures("transfer")),
-        "hardening": goal_table(
-            # The later of two figures with the same name counts.
-            {row["name"]: row for row in hardening},
-            {name: title for name, (title, _) in HARDENING_TITLES.items()},
-            {name: goal for name, (_, goal) in HARDENING_TITLES.items()},
-        ),
-        "sparse": goal_table(
-            {row["name"]: row for row in _figures("sparse")},
-            {name: title for name, (title, _) in SPARSE_TITLES.items()},
-            {name: goal for name, (_, goal) in SPARSE_TITLES.items()},
-        ),
+        "hardening": _goals(hardening, HARDENING_TITLES),
+        "sparse": _goals(_figures("sparse"), SPARSE_TITLES),
         "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),
         "serving": tables.block(),
         "summary": summary(),
         **flag_tables(),
         **metric_tables(),
     }
+
+
+def _goals(figures: Sequence[Mapping[str, Any]], titles: Mapping[str, tuple[str, str]]) -> str:
+    """Return goal_table() of figures. titles: title and goal of each figure in the table."""
+    return goal_table(
+        # The later of two figures with the same name counts.
+        {row["name"]: row for row in figures},
+        {name: title for name, (title, _) in titles.items()},
+        {name: goal for name, (_, goal) in titles.items()},
+    )
 
 
 def filled(text: str, tables_by_name: Mapping[str, str]) -> str:

@@ -9,7 +9,13 @@ import torch
 from attention.shapes import HEAD_DIM, KV_HEADS, PAGE_SIZE, QO_HEADS, Shape
 from kvspec_kernels.codecs import CodecSpec
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout, residual_layout
-from kvspec_kernels.ops.attention import DraftAttention, Tail, VerifyAttention, workspace_nbytes
+from kvspec_kernels.ops.attention import (
+    Backend,
+    DraftAttention,
+    Tail,
+    VerifyAttention,
+    workspace_nbytes,
+)
 from kvspec_kernels.ops.attention_plan import Arithmetic, Source
 from kvspec_kernels.reference.codec import reference_of
 
@@ -56,7 +62,7 @@ def draft_calls(
     anchors, _ = records(settings, shape.num_pages * copies)
     q = torch.randn(shape.batch, QO_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    workspace = _workspace(settings, shape, 1, arithmetic=arithmetic)
+    workspace = workspace_of(settings, shape, 1, arithmetic=arithmetic)
 
     def call_on(indices: torch.Tensor) -> Callable[[], object]:
         wrapper = DraftAttention(workspace)
@@ -91,7 +97,7 @@ def verify_calls(settings: CodecSpec, shape: Shape, num_new: int) -> list[Callab
     tail = Tail(window[0], window[1], steps, steps[:-1].contiguous(), lens)
     q = torch.randn(shape.batch * num_new, QO_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    workspace = _workspace(settings, shape, num_new, "int8")
+    workspace = workspace_of(settings, shape, num_new, "int8")
 
     def call_on(indices: torch.Tensor) -> Callable[[], object]:
         wrapper = VerifyAttention(workspace)
@@ -112,13 +118,17 @@ def verify_calls(settings: CodecSpec, shape: Shape, num_new: int) -> list[Callab
     return [call_on(indices) for indices in lists]
 
 
-def _workspace(
+def workspace_of(
     settings: CodecSpec,
     shape: Shape,
     max_qo_len: int,
     source: Source = "anchor",
     arithmetic: Arithmetic = "auto",
+    backend: Backend = "auto",
+    *,
+    has_lists_by_head: bool = False,
 ) -> torch.Tensor:
+    """Return a workspace for plans of a shape, as workspace_nbytes() sizes it."""
     nbytes = workspace_nbytes(
         batch_size=shape.batch,
         num_qo_heads=QO_HEADS,
@@ -130,5 +140,7 @@ def _workspace(
         source=source,
         max_qo_len=max_qo_len,
         arithmetic=arithmetic,
+        backend=backend,
+        has_lists_by_head=has_lists_by_head,
     )
     return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")

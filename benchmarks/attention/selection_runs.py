@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 
-from attention.kvspec_runs import record_bytes, records
+from attention.kvspec_runs import record_bytes, records, workspace_of
 from attention.shapes import HEAD_DIM, KV_HEADS, PAGE_SIZE, QO_HEADS, Shape
 from kvspec_kernels.codecs import CodecSpec
 from kvspec_kernels.formats import anchor_layout
-from kvspec_kernels.ops.attention import Backend, DraftAttention, workspace_nbytes
+from kvspec_kernels.ops.attention import Backend, DraftAttention
 from kvspec_kernels.ops.page_selection import PageSelection, ScoredRequests, SelectedLists
 
 LAYERS = 32
@@ -40,18 +40,7 @@ def listed_calls(
     last = torch.full((shape.batch,), PAGE_SIZE, dtype=torch.int32, device="cuda")
     q = torch.randn(shape.batch, QO_HEADS, HEAD_DIM, device="cuda", dtype=BF16)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    nbytes = workspace_nbytes(
-        batch_size=shape.batch,
-        num_qo_heads=QO_HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        page_size=PAGE_SIZE,
-        settings=settings,
-        device=indptr.device,
-        backend=backend,
-        has_lists_by_head=True,
-    )
-    workspace = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    workspace = workspace_of(settings, shape, 1, backend=backend, has_lists_by_head=True)
 
     def lists() -> torch.Tensor:
         """Return lists as a server has them: between those of other layers."""

@@ -139,7 +139,8 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
     plain_steps = min(PLAIN_STEPS, config.max_draft_len + 1) if holds_all else 0
     clock = _clock(parts, captured, has_plain=holds_all, piggyback=most_piggyback > 0)
     planner = ResidualPlanner(kv)
-    scheduler = factories.scheduler(parts, _scheduler_parts(parts, clock, planner, plain_steps))
+    given = _scheduler_parts(parts, clock, planner, plain_steps)
+    scheduler = factories.scheduler(parts, given)
     timer = PhaseTimer(kv.device)
     own: EagerDrafter | CudaGraphDrafter
     if captured is None:
@@ -187,7 +188,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
         prompt_reader=own,
         sampler=parts.sampler,
         ranks=ranks,
-        reads=DraftReads(parts.view, kv.geometry.page_size),
+        reads=given.reads,
         budgets=make_budgets(config, parts.view, clock, ranks, kv.geometry.page_size),
         scorer=scorer,
         captures=captured is not None,

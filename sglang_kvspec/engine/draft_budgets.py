@@ -19,7 +19,7 @@ class DraftBudgets(Protocol):
 
 
 class OneBudget:
-    """The same budget for all requests. All pages, unless a draft view reads a share."""
+    """Choice of one budget for all requests: all pages, unless a draft view reads a share."""
 
     def __init__(self, budget: float = ALL_PAGES) -> None:
         self._budget = budget
@@ -47,19 +47,19 @@ class AutoBudgets:
     def choose(self, states: Sequence[RequestState]) -> None:
         if not states:
             return
+        for state in states:
+            if not state.estimates:
+                state.estimates = {budget: estimate_of(budget) for budget in self._allowed}
         places = [self._allowed.index(self._best(state, len(states))) for state in states]
         # Ranks measure different times but must do the same: rank 0 decides.
         about = [(state.rid, state.committed_len) for state in states]
         for state, place in zip(states, self._ranks.numbers(places, about=about), strict=True):
-            budget = self._allowed[place]
-            for each in self._allowed:
-                state.estimates.setdefault(each, estimate_of(each))
-            state.budget, state.acceptance = budget, state.estimates[budget]
+            state.budget = self._allowed[place]
+            state.acceptance = state.estimates[state.budget]
 
     def _best(self, state: RequestState, num_requests: int) -> float:
         probabilities = {
-            budget: state.estimates.get(budget, estimate_of(budget)).probability
-            for budget in self._allowed
+            budget: estimate.probability for budget, estimate in state.estimates.items()
         }
         num_pages = state.committed_len // self._page_size
         cost = self._clock.cost(state.committed_len)

@@ -84,17 +84,15 @@ class RoundLoop:
         self.starter.side.join()
         # Requests that were late when a pre-launched round began may have their residuals now.
         started.late = batch.late
-        context, read = mean_context(batch.states), self.reads.mean_tokens(batch.states)
+        context = mean_context(batch.states)
         if started.is_plain:
             return self._take_plain(batch, started, context)
-        return self._verify(batch, started, context, read)
+        return self._verify(batch, started, context)
 
-    def _verify(
-        self, batch: RoundBatch, started: StartedRound, context: float, read: float
-    ) -> RoundResult:
+    def _verify(self, batch: RoundBatch, started: StartedRound, context: float) -> RoundResult:
         """Verify the drafts of the requests whose turn it is. The CPU enqueues the forward while
         the device drafts."""
-        is_idle = started.is_idle
+        is_idle, read = started.is_idle, self.reads.mean_tokens(batch.states)
         done = self.verifier.begin(batch, started)
         self.overlap.plan_next(batch, done.left)
         # From here on, the device waits for the next round.

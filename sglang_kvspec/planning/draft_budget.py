@@ -17,8 +17,9 @@ PRIORS: Mapping[float, tuple[float, float]] = {
     ALL_PAGES: (19.0, 1.0),
 }
 BUDGETS = tuple(PRIORS)
-# Pages that are read at any budget.
-PAGES_AT_LEAST = 3
+# Pages that are read at any budget: the first ones, which draw much attention with any text, and
+# the newest.
+SINK_PAGES, NEWEST_PAGES = 1, 2
 # Bytes that scoring all pages of a request reads, relative to a draft that reads all of them: keys
 # only, at about the speed of a copy.
 SCORE_READS = 0.6
@@ -61,7 +62,7 @@ def best_budget(
 
 def share_read(budget: float, num_pages: int) -> float:
     """Return the share of num_pages pages that drafts read at a budget."""
-    return min(budget + PAGES_AT_LEAST / max(num_pages, 1), ALL_PAGES)
+    return min(budget + (SINK_PAGES + NEWEST_PAGES) / max(num_pages, 1), ALL_PAGES)
 
 
 def _rate(probability: float, share: float, cost: RoundCost, num_requests: int) -> float:

@@ -9,14 +9,12 @@ import torch
 
 from kvspec_kernels.reference.page_selection import select_pages
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.planning.draft_budget import ALL_PAGES
-from sglang_kvspec.runtime.draft_view import SINK_PAGES, PageCounts, ViewShape
+from sglang_kvspec.planning.draft_budget import ALL_PAGES, NEWEST_PAGES, SINK_PAGES
+from sglang_kvspec.runtime.draft_view import PageCounts, ViewShape
 from sglang_kvspec.runtime.request_state import RequestState
 
 # Budget of RecentPages if none is given.
 DEFAULT_BUDGET = 0.1
-# Newest pages that are read at any budget.
-NEWEST_PAGES = 2
 
 
 class RecentPages:
@@ -60,9 +58,9 @@ class ScoredPages:
         mass = state.page_mass
         assert mass is not None
         without = mass.new_zeros((*mass.shape[:-1], num_pages - mass.shape[-1]))
-        num_newest = num_pages - counts.newest
-        count = SINK_PAGES + counts.best + num_newest
-        return select_pages(torch.cat((mass, without), dim=-1), count, SINK_PAGES, num_newest)
+        known = torch.cat((mass, without), dim=-1)
+        count, num_newest = counts.total(num_pages), num_pages - counts.newest
+        return select_pages(known, count, SINK_PAGES, num_newest)
 
     def counts(self, state: RequestState, num_pages: int) -> PageCounts | None:
         """Return counts by the state's budget; None for a request that has not been scored, and

@@ -11,9 +11,10 @@ from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.target_rows import indptr
 from sglang_kvspec.kv.transfers import send_into
+from sglang_kvspec.planning.draft_budget import SINK_PAGES
 from sglang_kvspec.runtime.device_queries import DeviceQueries
 from sglang_kvspec.runtime.draft_rows import DraftRows, num_before_window
-from sglang_kvspec.runtime.draft_view import SINK_PAGES, MassView, PageCounts
+from sglang_kvspec.runtime.draft_view import MassView, PageCounts
 from sglang_kvspec.runtime.request_state import RequestState
 
 

@@ -12,7 +12,8 @@ from sglang_kvspec.core.config import MOST_RECENT_PAGES
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.target_rows import indptr
 from sglang_kvspec.kv.transfers import send_into
-from sglang_kvspec.runtime.draft_view import SINK_PAGES, PageCounts
+from sglang_kvspec.planning.draft_budget import SINK_PAGES
+from sglang_kvspec.runtime.draft_view import PageCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ import torch
 
 from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.planning.draft_budget import SINK_PAGES
 from sglang_kvspec.runtime.request_state import RequestState
-
-# First pages that views with a budget always read: they draw much attention with any text.
-SINK_PAGES = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,10 @@ class PageCounts:
     best: int
     newest: int
 
+    def total(self, num_pages: int) -> int:
+        """Return how many of num_pages pages are read."""
+        return SINK_PAGES + self.best + num_pages - self.newest
+
 
 class MassView(DraftView, Protocol):
     """View of the pages with the largest attention mass, for each layer and KV head."""
@@ -104,8 +106,7 @@ class DraftReads:
             return num_tokens
         if self.view.num_queries:
             counts = cast("MassView", self.view).counts(state, num_pages)
-            num_seen = num_pages if counts is None else SINK_PAGES + counts.best
-            num_seen += 0 if counts is None else num_pages - counts.newest
+            num_seen = num_pages if counts is None else counts.total(num_pages)
         else:
             seen = self.view.select(state, num_pages)
             num_seen = num_pages if seen is None else seen.shape[-1]

@@ -41,7 +41,7 @@ class AttentionShape:
     num_kv_heads: int
     q_dtype: torch.dtype
     arithmetic: Arithmetic = "fp16"
-    # Whether each KV head of a draft reads its own list of pages.
+    # True if each KV head of a draft reads its own list of pages.
     lists_by_head: bool = False
 
     @property
