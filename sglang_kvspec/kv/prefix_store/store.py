@@ -59,16 +59,16 @@ class PrefixStore(PrefixReader):
         anchor = _record("anchor", anchor, identity.anchor_page_bytes)
         if residual is not None:
             residual = _record("residual", residual, identity.residual_page_bytes)
+        # The queue is asked first: a page is in the catalogue before it leaves the queue.
+        is_parent_pending = self._queue.is_pending(link.parent)
         with self._state.lock:
-            is_reachable = catalogue.is_reachable(link)
             if catalogue.page(link) is not None:
                 catalogue.touch([link.key])
                 if residual is None or catalogue.has(Tier.RESIDUAL, link.key):
                     return True
-        if not is_reachable and not self._queue.is_pending(link.parent):
-            with self._state.lock:
+            if not (is_parent_pending or catalogue.is_reachable(link)):
                 self._state.counters.orphans += 1
-            return False
+                return False
         if self._queue.put(link, anchor, residual):
             return True
         with self._state.lock:

@@ -15,6 +15,7 @@ from sglang_kvspec.kv.prefix_store import (
     page_keys,
     page_rows,
 )
+from sglang_kvspec.kv.prefix_store.write_queue import WriteQueue
 
 
 def test_pages_are_read_back_also_after_a_restart(make_store, small):
@@ -90,6 +91,29 @@ def test_pages_are_put_after_their_parents(make_store, small):
     assert store.put(second, small.anchor(second))
     store.write_due()
     assert store.num_pages == 2
+
+
+def test_a_parent_may_be_written_while_its_page_is_put(make_store, small, monkeypatch):
+    """The thread that writes takes the parent out of the queue at any moment of a put."""
+    is_pending = WriteQueue.is_pending
+
+    def write_and_ask(queue: WriteQueue, key: bytes) -> bool:
+        queue.write_due()
+        return is_pending(queue, key)
+
+    def ask_and_write(queue: WriteQueue, key: bytes) -> bool:
+        answer = is_pending(queue, key)
+        queue.write_due()
+        return answer
+
+    store = make_store()
+    for asked, *tokens in ((write_and_ask, 1, 2, 3, 4), (ask_and_write, 5, 6, 7, 8)):
+        monkeypatch.setattr(WriteQueue, "is_pending", asked)
+        first, second = small.links(tokens)
+        assert store.put(first, small.anchor(first))
+        assert store.put(second, small.anchor(second))
+    store.write_due()
+    assert (store.num_pages, store.counters.orphans) == (4, 0)
 
 
 def test_an_anchor_and_a_residual_of_different_puts_never_meet(make_store, small):
