@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, Target
+from sglang_kvspec.core.config import AUTO_BUDGET, DEFAULT_PAGE_SIZE, Target
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flags import FLAG_OF
 from sglang_kvspec.planning.costs import AcceptanceCurve
@@ -137,7 +137,20 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
         page_size=args.page_size,
         max_requests=args.max_running_requests,
         memory_share=args.mem_fraction_static,
+        draft_budget=draft_budget(args.draft_budget),
     )
+
+
+def draft_budget(value: str) -> float | None:
+    """Return the share of pages that `value` names, None for auto. Raises ConfigError."""
+    flag = FLAG_OF["draft_budget"]
+    try:
+        budget = flag.kind.parse(value)
+    except ValueError:
+        budget = None
+    if not flag.kind.allows(budget):
+        raise ConfigError(f"--draft-budget {flag.kind.demand(budget)}, got {value!r}")
+    return None if budget == AUTO_BUDGET else float(budget)
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -275,6 +288,8 @@ def _parser() -> argparse.ArgumentParser:
         help="result file of benchmarks/bench_acceptance.py, or probability that a draft is "
         "accepted",
     )
+    flag = FLAG_OF["draft_budget"]
+    add("--draft-budget", metavar=flag.kind.metavar, default=flag.default, help=flag.help_line())
     add("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="page size (default: %(default)s)")
     add(
         "--max-running-requests",

@@ -57,6 +57,16 @@ class AcceptanceCurve:
             means[n] = min(accepted, n)
         return cls.from_means(means)
 
+    def thinned(self, kept: float) -> AcceptanceCurve:
+        """Return the curve of drafts that are each spoiled with probability 1 - kept besides."""
+        means, last_len, last_accepted, thinned = {}, 0, 0.0, 0.0
+        for draft_len, accepted in zip(self.draft_lens, self.accepted, strict=True):
+            each = (accepted - last_accepted) / (draft_len - last_len)
+            thinned += sum(each * kept**n for n in range(last_len + 1, draft_len + 1))
+            means[draft_len] = thinned
+            last_len, last_accepted = draft_len, accepted
+        return AcceptanceCurve.from_means(means)
+
     def expected_accepted(self, draft_len: int) -> float:
         """Return the mean number of drafts that a verification of draft_len drafts keeps."""
         if draft_len <= 0:
@@ -98,7 +108,8 @@ class IterationCosts:
     of which a token takes expert_share. token_s: the matrix products of one token, bound by
     arithmetic. plain_kv_token_s, draft_kv_token_s, verify_kv_token_s: reading KV, for each cached
     token that a row attends to. verify_pair_s: attention arithmetic of a verification, for each
-    pair of a query token and a cached token.
+    pair of a query token and a cached token. score_kv_token_s: scoring pages after a verification,
+    for each cached token.
     """
 
     overhead_s: float
@@ -108,6 +119,7 @@ class IterationCosts:
     draft_kv_token_s: float
     verify_kv_token_s: float
     verify_pair_s: float = 0.0
+    score_kv_token_s: float = 0.0
     kvspec_s: float = 0.0
     experts_s: float = 0.0
     expert_share: float = 1.0
@@ -132,6 +144,7 @@ class IterationCosts:
             self.base_seconds(num_tokens)
             + self.kvspec_s
             + self.draft_kv_token_s * draft_kv_tokens
+            + self.score_kv_token_s * verify_kv_tokens
             + self.verify_attention_seconds(num_verify_rows, verify_query_tokens, verify_kv_tokens)
         )
 
@@ -173,6 +186,7 @@ class IterationCosts:
             experts_s=self.experts_s / memory,
             plain_kv_token_s=self.plain_kv_token_s / memory,
             draft_kv_token_s=self.draft_kv_token_s / memory,
+            score_kv_token_s=self.score_kv_token_s / memory,
             verify_kv_token_s=self.verify_kv_token_s / memory,
             token_s=self.token_s / arithmetic,
             verify_pair_s=self.verify_pair_s / arithmetic,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate, expected_tokens
 from sglang_kvspec.planning.rounds import RoundCost
+
+Known = TypeVar("Known")
 
 ALL_PAGES = 1.0
 # Accepted and rejected drafts that a budget's estimate begins with. On eval-31m with 32K tokens of
@@ -20,9 +23,12 @@ BUDGETS = tuple(PRIORS)
 # Pages that are read at any budget: the first ones, which draw much attention with any text, and
 # the newest.
 SINK_PAGES, NEWEST_PAGES = 1, 2
-# Bytes that scoring all pages of a request reads, relative to a draft that reads all of them: keys
-# only, at about the speed of a copy.
-SCORE_READS = 0.6
+# Time of scoring all pages of a request, relative to a draft that reads all of them: 0.87 to 0.91
+# with 4 queries on an H200 (benchmarks/results/page_selection.json).
+SCORE_READS = 0.9
+# Chance that a draft which the target would accept from all anchors is accepted from a share of the
+# pages too: eval-31m after 16K tokens (benchmarks/results/views_eval31m_16k*.json).
+KEPT_DRAFTS: Mapping[float, float] = {0.05: 0.988, 0.1: 0.9925, ALL_PAGES: 1.0}
 # Draft lengths to compare budgets at.
 LENGTHS = (4, 8, 12, 16, 24)
 # Gain for which a request changes its budget. Less is within the error of an estimate.
@@ -32,8 +38,14 @@ LEAST_GAIN = 1.02
 def estimate_of(budget: float) -> AcceptanceEstimate:
     """Return the estimate of a budget that was not tried yet. Budgets between those of PRIORS begin
     like the next smaller one."""
-    known = max((each for each in BUDGETS if each <= budget), default=BUDGETS[0])
-    return AcceptanceEstimate(*PRIORS[known], PRIORS[known])
+    prior = _of_budget(PRIORS, budget)
+    return AcceptanceEstimate(*prior, prior)
+
+
+def kept_drafts(budget: float) -> float:
+    """Return the value of KEPT_DRAFTS for a budget. Budgets between count like the next smaller
+    one."""
+    return _of_budget(KEPT_DRAFTS, budget)
 
 
 def best_budget(
@@ -63,6 +75,10 @@ def best_budget(
 def share_read(budget: float, num_pages: int) -> float:
     """Return the share of num_pages pages that drafts read at a budget."""
     return min(budget + (SINK_PAGES + NEWEST_PAGES) / max(num_pages, 1), ALL_PAGES)
+
+
+def _of_budget(known: Mapping[float, Known], budget: float) -> Known:
+    return known[max((each for each in known if each <= budget), default=min(known))]
 
 
 def _rate(probability: float, share: float, cost: RoundCost, num_requests: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -15,9 +15,17 @@ from sglang_kvspec.planning.devices import (
     ALL_REDUCE_S,
     ATTENTION_SHARES,
     LAYER_ENCODE_S,
+    LAYER_LISTS_S,
     LAYER_OVERHEAD_S,
     MEMORY_SHARE,
     Device,
+)
+from sglang_kvspec.planning.draft_budget import (
+    ALL_PAGES,
+    SCORE_READS,
+    allowed_budgets,
+    kept_drafts,
+    share_read,
 )
 from sglang_kvspec.planning.model_shape import ModelShape
 from sglang_kvspec.planning.record_bytes import page_bytes_of
@@ -43,6 +51,7 @@ class Deployment:
 
     model: the whole model's shape, which tp ranks share. host_bytes: host memory for residuals of
     all ranks, inf for as much as needed. memory_share: share of HBM for weights and KV.
+    draft_budget: share of its pages that a request's drafts read, None for auto.
     """
 
     model: ModelShape
@@ -57,6 +66,7 @@ class Deployment:
     max_requests: int = 256
     memory_share: float = MEMORY_SHARE
     max_draft_len: int = MAX_DRAFT_LEN
+    draft_budget: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_requests < 1:
@@ -93,8 +103,9 @@ class Deployment:
         """HBM bytes of one rank that weights leave to KV."""
         return self.device.hbm_bytes * self.memory_share - self.rank_shape.weight_bytes
 
-    def costs(self) -> IterationCosts:
-        """Seconds of each part of an iteration, from bytes and FLOPs and the shares reached."""
+    def costs(self, pages_read: float = ALL_PAGES) -> IterationCosts:
+        """Seconds of each part of an iteration, from bytes and FLOPs and the shares reached.
+        pages_read: share of the pages that drafts read."""
         shape, device, page = self.rank_shape, self.device, self.page_bytes
         shares = ATTENTION_SHARES[self.codec, self.target]
         per_param = shape.weight_bytes_per_param / device.read_bytes_per_s
@@ -102,24 +113,32 @@ class Deployment:
         verified = page.residual + (page.anchor if self.target == "int8" else 0)
         all_reduces = 2 * ALL_REDUCE_S if self.tp > 1 else 0.0
         pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+        draft_s = self._token_seconds(page.anchor, shares.draft)
+        chooses = pages_read < ALL_PAGES
         return IterationCosts(
             overhead_s=shape.num_layers * (LAYER_OVERHEAD_S + all_reduces),
-            kvspec_s=shape.num_layers * LAYER_ENCODE_S,
+            kvspec_s=shape.num_layers * (LAYER_ENCODE_S + chooses * LAYER_LISTS_S),
             weights_s=shape.dense_params * per_param,
             experts_s=shape.expert_params * per_param,
             expert_share=shape.expert_share,
             token_s=2 * shape.params_per_token / device.usable_flops,
             plain_kv_token_s=shape.kv_bytes_per_token / device.read_bytes_per_s,
-            draft_kv_token_s=self._token_seconds(page.anchor, shares.draft),
+            draft_kv_token_s=draft_s * pages_read,
+            score_kv_token_s=draft_s * chooses * SCORE_READS,
             verify_kv_token_s=self._token_seconds(verified, shares.verify),
             verify_pair_s=pair_flops / (device.flops * shares.verify_flops),
         )
 
-    def setting(self, context_len: int) -> Setting:
+    def setting(self, context_len: int, budget: float = ALL_PAGES) -> Setting:
+        """Return the setting of a context length, with drafts that read a budget's pages."""
         if context_len < 1:
             raise ConfigError(f"--context must be >= 1, got {context_len}")
         page = self.page_bytes
         num_pages = -(-context_len // self.page_size)
+        pages_read = share_read(budget, num_pages)
+        curve = self.curve
+        if pages_read < ALL_PAGES:
+            curve = curve.thinned(kept_drafts(budget))
         window = window_pages_for(1, self.recent_pages, self.max_draft_len, self.page_size)
         return Setting(
             context_len=context_len,
@@ -128,13 +147,14 @@ class Deployment:
                 always=num_pages * page.anchor + window * page.plain,
                 residual=num_pages * page.residual,
             ),
-            costs=self.costs(),
-            curve=self.curve,
+            costs=self.costs(pages_read),
+            curve=curve,
             kv_bytes=self.kv_bytes,
             link_bytes_per_s=self.device.fetch_bytes_per_s,
             host_bytes=self.host_bytes / self.tp,
             max_requests=self.max_requests,
             max_draft_len=self.max_draft_len,
+            pages_read=pages_read,
         )
 
     def _token_seconds(self, page_bytes: int, share: float) -> float:
@@ -158,12 +178,19 @@ def forecast(deployment: Deployment, context_len: int) -> Forecast:
             f"--context must be at most {longest}, the longest context of the model "
             f"(max_position_embeddings in its config), got {context_len}"
         )
-    setting = deployment.setting(context_len)
+    budgets = reversed(allowed_budgets(deployment.draft_budget, may_read_all=True))
+    settings = [deployment.setting(context_len, budget) for budget in budgets]
     return Forecast(
         context_len,
-        resident=expect(replace(setting, host_bytes=0.0), may_fetch=False),
-        fetched=expect(setting),
+        resident=_best(expect(replace(each, host_bytes=0.0), may_fetch=False) for each in settings),
+        fetched=_best(expect(each) for each in settings),
     )
+
+
+def _best(expected: Iterable[Expectation]) -> Expectation:
+    """Return the expectation with the most tokens a second; of equal ones, that with the best
+    cycle, then the first."""
+    return max(expected, key=lambda each: (each.tokens_per_s, each.speculative_speed_up))
 
 
 def sweep(deployment: Deployment, context_lens: Sequence[int]) -> list[Forecast]:

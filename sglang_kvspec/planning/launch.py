@@ -13,6 +13,7 @@ from sglang_kvspec.core.config import (
 )
 from sglang_kvspec.core.flags import FLAG_OF
 from sglang_kvspec.core.units import GIB
+from sglang_kvspec.planning.draft_budget import ALL_PAGES
 from sglang_kvspec.planning.forecast import Deployment, Forecast
 from sglang_kvspec.planning.throughput import Cycle, Expectation
 
@@ -96,6 +97,10 @@ def _kvspec_arguments(deployment: Deployment, cycle: Cycle, host_gib: float) -> 
         arguments += ["--kvspec-host-gb", f"{host_gib:g}"]
     if cycle.draft_len > (MOST_AUTO_DRAFTS_OFFLOADED if host_gib else MOST_AUTO_DRAFTS):
         arguments += ["--kvspec-draft-len", str(cycle.draft_len)]
+    if deployment.draft_budget == ALL_PAGES:
+        arguments += ["--kvspec-draft-view", "all"]
+    elif deployment.draft_budget is not None:
+        arguments += ["--kvspec-draft-budget", f"{deployment.draft_budget:g}"]
     if deployment.page_size != DEFAULT_PAGE_SIZE:
         arguments += ["--page-size", str(deployment.page_size)]
     return [*arguments, "--max-running-requests", str(cycle.num_requests)]

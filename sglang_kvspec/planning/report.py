@@ -48,6 +48,7 @@ def summary_rows(deployment: Deployment, chosen: Forecast) -> list[tuple[str, ..
         ("requests running", str(setting.plain_requests), *(str(_running(e)) for e in both)),
         ("requests that fetch residuals", "-", *(_of_cycle(e, "num_fetching") for e in both)),
         ("best draft length", "-", *(_of_cycle(e, "draft_len") for e in both)),
+        ("pages that drafts read", "-", *(_pages_read(e) for e in both)),
         ("accepted drafts", "-", *(_accepted(e) for e in both)),
         ("iterations per fetch", "-", *(_of_cycle(e, "cycles_per_load") for e in both)),
         ("forward (ms)", plain_ms, *(_milliseconds(e, "gpu_s") for e in both)),
@@ -143,6 +144,7 @@ def _expectation(expected: Expectation) -> dict[str, Any]:
     return {
         "speculates": cycle is not None,
         "draft_len": cycle.draft_len if cycle else 0,
+        "pages_read": expected.setting.pages_read if cycle else None,
         "accepted": cycle.tokens_per_cycle - 1 if cycle else 0.0,
         "requests": _running(expected),
         "fetching": cycle.num_fetching if cycle else 0,
@@ -171,6 +173,10 @@ def _milliseconds(expected: Expectation, field: str) -> str:
 
 def _accepted(expected: Expectation) -> str:
     return f"{expected.cycle.tokens_per_cycle - 1:.1f}" if expected.cycle else "-"
+
+
+def _pages_read(expected: Expectation) -> str:
+    return f"{100 * expected.setting.pages_read:.0f} %" if expected.cycle else "-"
 
 
 def _speed_up(expected: Expectation) -> str:

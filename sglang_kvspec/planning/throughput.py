@@ -14,6 +14,7 @@ from math import ceil, inf
 
 from sglang_kvspec.core.config import MAX_DRAFT_LEN
 from sglang_kvspec.planning.costs import AcceptanceCurve, Costs, IterationCosts
+from sglang_kvspec.planning.draft_budget import ALL_PAGES
 
 # Factor by which binding() raises each resource, to find the one that binds.
 RELIEF = 1.25
@@ -34,6 +35,7 @@ class Setting:
 
     kv_bytes: HBM left for KV. host_bytes: size of the residual store, inf for as much as needed, 0
     for none. link_bytes_per_s: from host memory to HBM. max_requests: limit of running requests.
+    pages_read: share of its pages that a request's drafts read, as costs and curve have it.
     """
 
     context_len: int
@@ -45,6 +47,7 @@ class Setting:
     host_bytes: float = inf
     max_requests: int = 256
     max_draft_len: int = MAX_DRAFT_LEN
+    pages_read: float = ALL_PAGES
 
     @property
     def plain_requests(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import hypot
 
 import pytest
@@ -28,6 +29,27 @@ def test_an_iteration_is_the_sum_of_its_parts():
     # 2 drafts on 300 cached tokens, and 1 verification of 5 tokens on 100: 1 + 0.5, weights 10 (7
     # tokens need 3.5), drafts 3, reads of the verification 2, its arithmetic 0.5.
     assert COSTS.seconds(2, 300, 1, 5, 100) == pytest.approx(14.5 + hypot(2, 0.5))
+
+
+def test_scoring_is_paid_by_verifications():
+    scored = replace(COSTS, score_kv_token_s=0.03)
+    assert scored.seconds(2, 300, 1, 5, 100) == pytest.approx(14.5 + hypot(2, 0.5) + 3)
+    assert scored.seconds(2, 300, 0, 0, 0) == COSTS.seconds(2, 300, 0, 0, 0)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_thinned_curves_of_independent_drafts_multiply(probability, kept):
+    thinned = AcceptanceCurve.geometric(probability, 20).thinned(kept)
+    wanted = AcceptanceCurve.geometric(probability * kept, 20)
+    assert thinned.accepted == pytest.approx(wanted.accepted)
+
+
+def test_thinned_curves_follow_the_measured_one():
+    """Between measured lengths each draft is accepted alike."""
+    thinned = AcceptanceCurve((2, 4), (1.0, 1.5)).thinned(0.5)
+    assert thinned.accepted == pytest.approx(
+        (0.5 * (0.5 + 0.25), 0.5 * (0.5 + 0.25) + 0.25 * (0.125 + 0.0625))
+    )
 
 
 def test_many_tokens_are_bound_by_arithmetic():

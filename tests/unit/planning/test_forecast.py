@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.costs import AcceptanceCurve
 from sglang_kvspec.planning.devices import ATTENTION_SHARES, READ_SHARE, find_device
+from sglang_kvspec.planning.draft_budget import ALL_PAGES, BUDGETS, kept_drafts
 from sglang_kvspec.planning.forecast import (
     MEASURED_ACCEPTANCE,
     Deployment,
@@ -127,9 +128,51 @@ def test_requests_that_fit_8b_at_32k():
 
 
 def test_8_bit_residuals_in_host_memory_bring_more_than_twice_on_32b():
-    row = forecast(deployment(model=QWEN3_32B, target="int8"), 32768)
+    row = forecast(deployment(model=QWEN3_32B, target="int8", draft_budget=ALL_PAGES), 32768)
     assert 2.2 < row.fetched.speed_up < 2.8
     assert row.fetched.cycle.num_fetching > 0
+
+
+def test_draft_steps_take_what_was_measured():
+    """9.4 ms over all anchors, and 5.9 ms over a tenth of the pages: 16 requests of 32768 tokens,
+    8B shape, on one H200."""
+    for budget, measured_ms in ((ALL_PAGES, 9.4), (0.1, 5.9)):
+        seconds = deployment().setting(32768, budget).costs.seconds(16, 16 * 32768, 0, 0, 0)
+        assert seconds * 1e3 == pytest.approx(measured_ms, rel=0.07)
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.1])
+def test_drafts_are_lost_as_measured(budget):
+    """The measured request lengths are far from geometric, so the tolerance is 1 %."""
+    figures = {}
+    for name in ("views_eval31m_16k", "views_eval31m_16k_more"):
+        found = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
+        figures |= {figure["name"]: figure["value"] for figure in found}
+    # The chance of a draft that gives the measured mean of 16 over all anchors.
+    curve = AcceptanceCurve.geometric(0.99575, 16)
+    assert curve.expected_accepted(16) == pytest.approx(figures["views.all.mean_of_16"], rel=0.001)
+    kept = curve.thinned(kept_drafts(budget)).expected_accepted(16)
+    assert kept == pytest.approx(figures[f"views.pages.{budget}.4.mean_of_16"], rel=0.01)
+
+
+def test_long_contexts_read_a_share_of_the_pages():
+    row = forecast(deployment(), 32768)
+    every = forecast(deployment(draft_budget=ALL_PAGES), 32768)
+    for ours, theirs in ((row.resident, every.resident), (row.fetched, every.fetched)):
+        assert ours.setting.pages_read < 0.2
+        assert theirs.setting.pages_read == ALL_PAGES
+        assert ours.tokens_per_s > 1.2 * theirs.tokens_per_s
+
+
+def test_drafts_that_are_seldom_right_read_what_is_best():
+    """Reading a share costs acceptance, so the plan weighs it."""
+    config = deployment(curve=AcceptanceCurve.geometric(0.5))
+    row = forecast(config, 4096)
+    fixed = [
+        forecast(replace(config, draft_budget=budget), 4096).resident.tokens_per_s
+        for budget in BUDGETS
+    ]
+    assert row.resident.tokens_per_s == pytest.approx(max(fixed))
 
 
 @settings(max_examples=25, deadline=None)

@@ -74,13 +74,28 @@ def test_settings_that_are_no_default_are_named():
 
 
 def test_a_draft_length_that_auto_never_reaches_is_named():
-    plan = deployment("GH200", "exact", curve=AcceptanceCurve.geometric(1.0))
+    plan = deployment("GH200", "exact", curve=AcceptanceCurve.geometric(1.0), draft_budget=1.0)
     chosen = forecast(plan, 131072)
     assert chosen.fetched.cycle.draft_len == 64
     launch = launch_of(plan, 131072)
     assert "--kvspec-host-gb" in launch.arguments
     assert value(launch, "--kvspec-draft-len") == "64"
     assert "--kvspec-draft-len" not in launch_of(deployment()).arguments
+
+
+@pytest.mark.parametrize(
+    ("budget", "flags"),
+    [
+        (None, ()),
+        (0.05, ("--kvspec-draft-budget", "0.05")),
+        (1.0, ("--kvspec-draft-view", "all")),
+    ],
+)
+def test_a_budget_of_the_plan_is_one_of_the_server(budget, flags):
+    launch = launch_of(deployment(draft_budget=budget), 8192)
+    given = [each for each in launch.arguments if each.startswith("--kvspec-draft")]
+    assert given == list(flags[:1])
+    assert not flags or value(launch, flags[0]) == flags[1]
 
 
 def test_where_speculation_does_not_pay_it_is_plain_sglang():

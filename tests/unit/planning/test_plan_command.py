@@ -58,6 +58,7 @@ def test_json_has_the_same_plan(tmp_path):
     assert plan["kv_bytes_per_token"] == {"plain": 131072, "anchor": 35840, "residual": 131072}
     assert plan["plan"]["plain"]["requests_fit"] == 100
     assert plan["plan"]["fetched"]["speed_up"] >= 1
+    assert 0.05 < plan["plan"]["fetched"]["pages_read"] <= 1
     assert plan["launch"][:5] == [
         *["python", "-m", "sglang.launch_server", "--model-path"],
         str(tmp_path),
@@ -107,6 +108,8 @@ def test_a_plot_without_matplotlib_is_refused(tmp_path):
         (("--model", LLAMA, "--acceptance", "/nowhere.json"), "--acceptance /nowhere.json"),
         (("--model", LLAMA, "--acceptance", LLAMA), "no figures named accept.uniform4"),
         (("--model", LLAMA, "--link-gbps", "-1"), "--link-gbps must be positive"),
+        (("--model", LLAMA, "--draft-budget", "0"), "--draft-budget must be 'auto' or between"),
+        (("--model", LLAMA, "--draft-budget", "all"), "a number between 0.02 and 1, got 'all'"),
         (("--model", LLAMA, "--tp", "5"), "--tp must divide"),
         (("--model", LLAMA, "--page-size", "48"), "--page-size"),
         (("--model", LLAMA, "--plot", "/nowhere/plan.png"), "--plot /nowhere/plan.png"),
