@@ -2,13 +2,19 @@
 
 SGLang 0.5.17 multiplies verifications by the configured draft length. The worker reports the drafts
 that it verified through the per-request cap counter, which SGLang sums and transports. The hook
-also adds cached prompt tokens by KVSpec's tiers. It attaches the draft counts to the token count
-from which SGLang makes the usage of an OpenAI answer.
+also adds what drafts read, and cached prompt tokens by KVSpec's tiers, which came with SGLang's
+details of cached tokens. It attaches the draft counts to the token count from which SGLang makes
+the usage of an OpenAI answer.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from kvspec_patches.cached_tokens import DRAFT_READS
+
+# Of a request without drafts, which SGLang may end without details of cached tokens.
+NO_READS = {"share": None, "by_budget": {}}
 
 
 def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
@@ -22,6 +28,9 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
     accepted = recv_obj.spec_num_correct_drafts[i]
     for carrier in ("spec_cap_length", "spec_cap_lens_histogram"):
         meta_info.pop(carrier, None)
+    details = meta_info.get("cached_tokens_details") or {}
+    cached = {name: value for name, value in details.items() if name != DRAFT_READS}
+    meta_info["cached_tokens_details"] = cached or None
     num_tokens = recv_obj.completion_tokens[i]
     meta_info.update(
         completion_tokens=CountedTokens.of(num_tokens, drafted=drafted, accepted=accepted),
@@ -37,7 +46,7 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
             "accepted": accepted,
             "verified": verified,
             "accept_histogram": list(recv_obj.spec_correct_drafts_histogram[i]),
-            **_hits(recv_obj.cached_tokens_details, i),
+            **_told(recv_obj.cached_tokens_details, i),
             **_transfer(self.rid_to_state.get(recv_obj.rids[i]), meta_info),
         },
     )
@@ -54,10 +63,11 @@ def _transfer(state: Any, meta_info: dict[str, Any]) -> dict[str, Any]:
     return {} if summary is None else {"transfer": summary}
 
 
-def _hits(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, Any]:
-    """Return prefix hits by tier. kept_anchors: tokens with kept anchors in GPU memory, of which
-    only residuals were loaded from the tier. drafts_on_anchors: tokens that were drafted while
-    residuals of hits were on their way. SGLang has no entry for requests without a hit."""
+def _told(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, Any]:
+    """Return prefix hits by tier, and what drafts read. kept_anchors: tokens with kept anchors in
+    GPU memory, of which only residuals were loaded from the tier. drafts_on_anchors: tokens that
+    were drafted while residuals of hits were on their way. SGLang has no entry for requests without
+    a hit."""
     found = (details and details[i]) or {}
     remote = found.get("remote", 0)
     return {
@@ -69,4 +79,5 @@ def _hits(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, Any]
         },
         "kept_anchors": {"host": found.get("kept_host", 0), "disk": found.get("kept_disk", 0)},
         "drafts_on_anchors": found.get("drafts_on_anchors", 0),
+        DRAFT_READS: found.get(DRAFT_READS, NO_READS),
     }

@@ -179,7 +179,9 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
             most_piggyback=most_piggyback,
             drafts_eagerly=not isinstance(kv, GpuKVCache),
         ),
-        committer=Committer(parts.sampler, parts.pages, parts.arrivals, ranks, parts.counters),
+        committer=Committer(
+            parts.sampler, parts.pages, parts.arrivals, ranks, parts.counters, given.reads
+        ),
         overlap=overlap,
         observer=RoundObserver(parts.counters, planner.speeds, clock, timer),
         speeds=planner.speeds,

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_kvspec.adapters.compat.requests import FINISH_ABORT
+from sglang_kvspec.adapters.request_drafts import counts_of
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 
@@ -86,6 +87,7 @@ def _state(req: Any, committed_len: int, pending: int, output: list[int]) -> Req
         priority=priority_of(req),
         is_streamed=bool(req.stream),
         grammar=req.grammar,
+        draft_counts=counts_of(req),
         slot=int(req.req_pool_idx),
     )
 

@@ -10,6 +10,7 @@ from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import Arrivals
 from sglang_kvspec.engine.started_round import StartedRound
 from sglang_kvspec.kv.forward_plan import Row, RowKind
+from sglang_kvspec.runtime.draft_view import DraftReads
 from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.pages import PageKeeper
@@ -29,8 +30,10 @@ class Committer:
         arrivals: Arrivals,
         ranks: Ranks,
         counters: SpecCounters,
+        reads: DraftReads | None = None,
     ) -> None:
-        self._sampler, self._pages = sampler, pages
+        """reads: tokens that drafts read; None for all."""
+        self._sampler, self._pages, self._reads = sampler, pages, reads or DraftReads()
         self._arrivals, self._ranks, self._counters = arrivals, ranks, counters
 
     @staticmethod
@@ -104,7 +107,10 @@ class Committer:
 
     def _take_over(self, state: RequestState, row: Row, tokens: list[int]) -> None:
         num_drafts, num_accepted = len(state.drafts), len(tokens) - 1
-        self._counters.observe_verification(num_drafts, num_accepted, state.budget)
+        self._counters.observe_verification(num_drafts, num_accepted)
+        context, read = state.committed_len, self._reads.tokens(state)
+        for counts in (self._counters.drafts, state.draft_counts):
+            counts.observe(num_drafts, num_accepted, state.budget, context, read)
         before = state.verified_len
         self._arrivals.note_verification(state, len(tokens))
         state.commit(tokens)

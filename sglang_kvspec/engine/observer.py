@@ -50,7 +50,6 @@ class RoundObserver:
         self._fetch_wait_s += WEIGHT * (wait_s - self._fetch_wait_s)
         self._speeds.note_iteration(draft_s + wait_s + verify_s)
         lens, verified = started.lens, started.num_verified
-        self._counters.observe_reads(sum(lens) + started.num_piggyback, context, read)
         if not started.ends_prompts:
             self._clock.observe(
                 lens,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sglang_kvspec.kv.cache import PagedKVCache
-from sglang_kvspec.planning.draft_budget import ALL_PAGES
+from sglang_kvspec.runtime.draft_counts import DraftCounts
 from sglang_kvspec.runtime.pressure import OPERATING_REASONS, Pressure
 from sglang_kvspec.runtime.speeds import Speeds
 
@@ -24,10 +24,8 @@ class SpecCounters:
     made in them. waits: request-iterations spent waiting for residuals. plain: tokens emitted by
     plain steps, because drafts would not have paid. hit_tokens: prompt tokens found in the prefix
     cache, by the tier of their KV. kept_anchors: those of hit_tokens whose anchors were still in
-    GPU memory, by the tier of their residuals. draft_context, draft_reads: tokens of context,
-    summed over drafts, and how many of them the drafts read. budgets: verifications and their
-    drafts, by the share of pages that the drafts were to read. corrupt: requests that failed
-    because a page in the residual store had changed.
+    GPU memory, by the tier of their residuals. drafts: what drafts read, by budget. corrupt:
+    requests that failed because a page in the residual store had changed.
     """
 
     iterations: int = 0
@@ -40,28 +38,17 @@ class SpecCounters:
     waits: int = 0
     plain: int = 0
     corrupt: int = 0
-    draft_context: int = 0
-    draft_reads: int = 0
-    budgets: dict[float, Counter[str]] = field(default_factory=dict)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     accept_histogram: Counter[int] = field(default_factory=Counter)
     hit_tokens: Counter[str] = field(default_factory=Counter)
     kept_anchors: Counter[str] = field(default_factory=Counter)
 
-    def observe_verification(
-        self, num_drafts: int, num_accepted: int, budget: float = ALL_PAGES
-    ) -> None:
-        at_budget = self.budgets.setdefault(budget, Counter())
-        at_budget.update(verifications=1, drafted=num_drafts, accepted=num_accepted)
+    def observe_verification(self, num_drafts: int, num_accepted: int) -> None:
         self.verifications += 1
         self.drafted += num_drafts
         self.accepted += num_accepted
         self.emitted += num_accepted + 1
         self.accept_histogram[num_accepted] += 1
-
-    def observe_reads(self, num_drafts: int, context: float, read: float) -> None:
-        """Count what drafts read of a context, in mean tokens."""
-        self.draft_context += round(num_drafts * context)
-        self.draft_reads += round(num_drafts * read)
 
     def observe_piggyback(self, num_drafts: int) -> None:
         """Count the drafts that piggybacked on one verification forward."""
@@ -81,9 +68,12 @@ class SpecCounters:
             self.kept_anchors[tier] += num_tokens
 
     @property
-    def share_read(self) -> float | None:
-        """Share of their context that drafts read, None before the first draft."""
-        return self.draft_reads / self.draft_context if self.draft_context else None
+    def draft_context(self) -> int:
+        return self.drafts.context
+
+    @property
+    def draft_reads(self) -> int:
+        return self.drafts.read
 
     @property
     def rejected(self) -> int:
@@ -218,8 +208,7 @@ class MetricsExporter:
             accepted=counters.accepted,
             verifications=counters.verifications,
             waits=counters.waits,
-            draft_context=counters.draft_context,
-            draft_reads=counters.draft_reads,
+            drafts=replace(counters.drafts),
             accept_histogram=Counter(counters.accept_histogram),
             hit_tokens=Counter(counters.hit_tokens),
             kept_anchors=Counter(counters.kept_anchors),

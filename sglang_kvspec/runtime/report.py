@@ -64,12 +64,7 @@ def build_report(
             "kept_anchors": {tier: counters.kept_anchors[tier] for tier in KEPT_TIERS},
             "accept_histogram": {str(n): c for n, c in sorted(counters.accept_histogram.items())},
         },
-        "draft_reads": {
-            # Share of their context that drafts read, None before the first draft.
-            "share": counters.share_read,
-            # Keys: share of pages that the drafts of a request were to read.
-            "by_budget": {str(b): dict(c) for b, c in sorted(counters.budgets.items())},
-        },
+        "draft_reads": counters.drafts.report(),
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from sglang_kvspec.planning.draft_budget import ALL_PAGES
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
 from sglang_kvspec.runtime.disaggregation.timeline import Timeline
+from sglang_kvspec.runtime.draft_counts import DraftCounts
 from sglang_kvspec.runtime.sampling import SamplingParams
 
 
@@ -32,6 +33,7 @@ class RequestState:
     grammar: constraint on the tokens, as runtime/grammar.py takes it; None for no constraint.
     budget: share of its pages that drafts read, where a draft view asks for it. estimates: of
     acceptance, by budget, where budgets vary; `acceptance` is that of the present budget.
+    draft_counts: what its drafts read, also before a retraction.
     slot: place among all running requests of what a device keeps of this one.
     num_scored: how many of its first pages have an attention mass, by which a draft view chooses.
     page_mass: that mass [num_layers, num_kv_heads, num_scored] on a CPU; None if num_scored is 0. A
@@ -55,6 +57,7 @@ class RequestState:
     tail: list[int] = field(default_factory=list)
     budget: float = ALL_PAGES
     estimates: dict[float, AcceptanceEstimate] = field(default_factory=dict)
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
     slot: int = 0
     num_scored: int = 0
     page_mass: torch.Tensor | None = None

@@ -57,6 +57,12 @@ def test_drafts_were_accepted_and_reported(url: str) -> None:
     assert report["accepted"] + report["verified"] == 199, "one token comes from the prefill"
     assert sum(report["accept_histogram"]) == report["verified"]
     assert report["verified"] < 100, "two tokens a verification would be no speculation at all"
+    counts = {"verifications": "verified", "drafted": "drafted", "accepted": "accepted"}
+    assert report["draft_reads"] == {
+        "share": 1.0,
+        "by_budget": {"1.0": {name: report[ours] for name, ours in counts.items()}},
+    }
+    assert "draft_reads" not in (answer["meta_info"]["cached_tokens_details"] or {})
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvspec_patches import cached_tokens, spec_meta_info
-from sglang_kvspec.adapters import hit_breakdown
+from sglang_kvspec.adapters import activation, hit_breakdown, request_drafts
 from sglang_kvspec.adapters.hit_breakdown import LoadedTokens
 from sglang_kvspec.kv.page_sources import Loaded
 
@@ -17,10 +17,16 @@ SIZE = 64
 class Request(SimpleNamespace):
     __hash__ = object.__hash__
 
+    def finished(self):
+        return self.is_finished
 
-def request(host=0, storage=0, retracted=False):
+
+def request(host=0, storage=0, retracted=False, finished=False):
     return Request(
-        cached_tokens_host=host, cached_tokens_storage=storage, retracted_stain=retracted
+        cached_tokens_host=host,
+        cached_tokens_storage=storage,
+        retracted_stain=retracted,
+        is_finished=finished,
     )
 
 
@@ -52,8 +58,9 @@ def test_what_an_answer_says(remote):
     for _ in range(remote):
         hit_breakdown.note_drafts(req, 1)
     told = {"device": SIZE, "host": 2 * SIZE, "storage": 3 * SIZE}
+    req.is_finished = True
     details = cached_tokens.hook(told, None, req)
-    assert spec_meta_info._hits([None, details], 1) == {
+    assert spec_meta_info._told([None, details], 1) == {
         "hit_tokens": {
             "resident": SIZE,
             "host": 2 * SIZE,
@@ -62,11 +69,50 @@ def test_what_an_answer_says(remote):
         },
         "kept_anchors": {"host": SIZE, "disk": 2 * SIZE},
         "drafts_on_anchors": remote,
+        "draft_reads": {"share": None, "by_budget": {}},
     }
 
 
 def test_without_a_hit_nothing_is_added():
     assert cached_tokens.hook(None, None, request()) is None
-    hits = spec_meta_info._hits(None, 0)
-    assert set(hits["hit_tokens"].values()) | set(hits["kept_anchors"].values()) == {0}
-    assert hits["drafts_on_anchors"] == 0
+    told = spec_meta_info._told(None, 0)
+    assert set(told["hit_tokens"].values()) | set(told["kept_anchors"].values()) == {0}
+    assert told["drafts_on_anchors"] == 0
+
+
+def test_the_end_of_an_answer_says_what_drafts_read():
+    req = request()
+    counts = request_drafts.counts_of(req)
+    counts.observe(8, 5, 0.1, context=1000, read=150)
+    counts.observe(2, 2, 1.0, context=1000, read=1000)
+    assert cached_tokens.hook(None, None, req) is None
+    req.is_finished = True
+    details = cached_tokens.hook(None, None, req)
+    assert spec_meta_info._told([details], 0)["draft_reads"] == {
+        "share": (8 * 150 + 2 * 1000) / 10_000,
+        "by_budget": {
+            "0.1": {"verifications": 1, "drafted": 8, "accepted": 5},
+            "1.0": {"verifications": 1, "drafted": 2, "accepted": 2},
+        },
+    }
+
+
+@pytest.mark.parametrize("told", [None, {"device": SIZE, "host": 0}])
+def test_details_of_cached_tokens_stay_sglangs(told, monkeypatch):
+    monkeypatch.setattr(activation, "config_of", lambda server_args: object())
+    req = request(finished=True)
+    details = cached_tokens.hook(told, None, req)
+    received = SimpleNamespace(
+        rids=["a"],
+        completion_tokens=[1],
+        cached_tokens_details=[details],
+        spec_verify_ct=[0],
+        spec_num_cap_tokens=[0],
+        spec_num_correct_drafts=[0],
+        spec_correct_drafts_histogram=[[]],
+    )
+    meta_info = {"cached_tokens_details": details}
+    manager = SimpleNamespace(server_args=None, rid_to_state={})
+    spec_meta_info.hook(None, manager, meta_info, received, 0)
+    assert meta_info["cached_tokens_details"] == told
+    assert meta_info["kvspec"]["draft_reads"] == {"share": None, "by_budget": {}}

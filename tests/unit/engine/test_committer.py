@@ -60,7 +60,7 @@ class NothingAllowed:
 class Commits:
     """A committer, with a record of its calls to pages, counters and arrivals."""
 
-    def __init__(self, *, come_with_requests=False):
+    def __init__(self, *, come_with_requests=False, reads=None):
         self.pages, self.counters, self.noted = [], SpecCounters(), []
         keeper = SimpleNamespace(commit=lambda pages, *span: self.pages.append(span))
         arrivals = SimpleNamespace(
@@ -68,7 +68,7 @@ class Commits:
             note_verification=lambda state, count: self.noted.append((state.rid, count)),
         )
         sampler = SpecSampler(0, CPU)
-        self.committer = Committer(sampler, keeper, arrivals, Ranks(), self.counters)
+        self.committer = Committer(sampler, keeper, arrivals, Ranks(), self.counters, reads)
 
     def commit(self, states, logits, *, wants_logprobs=False):
         rows = {
@@ -122,6 +122,26 @@ def test_only_a_request_whose_first_row_is_unsound_emits_nothing(kind, bad, with
     assert commits.pages == [(10, 10 + NUM_DRAFTS + 1)] * 2
     assert commits.noted == [("0", NUM_DRAFTS + 1), ("2", NUM_DRAFTS + 1)]
     assert states[1].committed_len == 10
+
+
+def test_what_drafts_read_is_counted_by_request_and_in_all():
+    """The tokens of context are those before the drafts."""
+    few, every = states = make_states(GREEDY, GREEDY)
+    few.budget = 0.1
+    logits = make_logits(2)
+    # The target chooses another token than the second draft of the other request.
+    logits[NUM_DRAFTS + 2, 4] = 300.0
+    commits = Commits(reads=SimpleNamespace(tokens=lambda state: state.committed_len - 4))
+    commits.commit(states, logits)
+    of_few = {"verifications": 1, "drafted": NUM_DRAFTS, "accepted": NUM_DRAFTS}
+    of_every = {"verifications": 1, "drafted": NUM_DRAFTS, "accepted": 1}
+    assert few.draft_counts.report() == {"share": 0.6, "by_budget": {"0.1": of_few}}
+    assert every.draft_counts.report() == {"share": 0.6, "by_budget": {"1.0": of_every}}
+    assert commits.counters.drafts.report() == {
+        "share": 0.6,
+        "by_budget": {"0.1": of_few, "1.0": of_every},
+    }
+    assert commits.counters.draft_reads == 2 * NUM_DRAFTS * 6
 
 
 @every_kind

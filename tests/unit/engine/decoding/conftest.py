@@ -34,7 +34,7 @@ from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.planning.draft_length import DraftCost
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.planning.round_plan import RoundBudget
-from sglang_kvspec.runtime.draft_view import DraftView
+from sglang_kvspec.runtime.draft_view import DraftReads, DraftView
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.metrics import SpecCounters
 from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer, ReferenceScorer
@@ -213,7 +213,8 @@ class Engine:
     def _loop(self, planner: ResidualPlanner) -> RoundLoop:
         ranks, timer = Ranks(), PhaseTimer(self.kv.device)
         clock = RoundCostModel(1e-3, 4.0, piggyback=True)
-        parts = SchedulerParts(self.config, clock, planner, ranks, DraftCost())
+        reads = DraftReads(self.view, self.kv.geometry.page_size)
+        parts = SchedulerParts(self.config, clock, planner, ranks, DraftCost(), reads=reads)
         scheduler = self._scheduler(parts)
         starter = RoundStarter(
             kv=self.kv,
@@ -236,11 +237,14 @@ class Engine:
             most_piggyback=64 if self.drafter is None else 0,
         )
         return RoundLoop(
+            reads=parts.reads,
             scheduler=scheduler,
             planner=planner,
             starter=starter,
             verifier=verifier,
-            committer=Committer(self.sampler, self.keeper, NoArrivals(), ranks, self.counters),
+            committer=Committer(
+                self.sampler, self.keeper, NoArrivals(), ranks, self.counters, parts.reads
+            ),
             overlap=NoOverlap(),
             observer=RoundObserver(self.counters, planner.speeds, clock, timer),
             speeds=planner.speeds,
