@@ -3,9 +3,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-pd serve test test-gpu identity soak fuzz check docs bench-acceptance clean
+.PHONY: help env demo demo-pd serve test test-gpu compat identity soak fuzz check docs \
+	bench-acceptance clean
 
-VENV ?= .venv
+# The SGLang of the environment. Each release but the default has an environment of its own.
+DEFAULT_SGLANG := 0.5.17
+SGLANG ?= $(DEFAULT_SGLANG)
+VENV ?= $(if $(filter $(DEFAULT_SGLANG),$(SGLANG)),.venv,.venv-$(SGLANG))
 MODEL ?= models/demo-5m
 PORT ?= 30000
 # More arguments for the server (serve) or the benchmark (bench-acceptance).
@@ -66,6 +70,9 @@ test-gpu: ## tests of the kernels on a CUDA device: make test-gpu PYTHON=/path/t
 	PYTHONPATH=.:kernels:patches:testkit $(PYTHON) -m pytest $(wildcard tests/unit/kernels tests/gpu) \
 		$(PYTEST_ARGS)
 
+compat: $(INSTALLED) ## a sample of the tests on every SGLang that is supported: 15 minutes each
+	$(PYTHON) benchmarks/check_compat.py $(ARGS)
+
 identity: $(INSTALLED) ## every prompt, model, codec and scenario against plain SGLang: hours
 	$(PYTHON) -m pytest tests/sglang -m identity \
 		--identity-report benchmarks/results/identity.json $(PYTEST_ARGS)
@@ -109,7 +116,7 @@ $(INSTALLED): pyproject.toml testkit/pyproject.toml
 			"Name one with: make HOST_PYTHON=/path/to/python3.12 ..." >&2; \
 		exit 1; \
 	fi
-	@echo "Making $(VENV) with SGLang and PyTorch: about 9 GB, 2 to 8 minutes. Once only."
+	@echo "Making $(VENV) with SGLang $(SGLANG) and PyTorch: about 9 GB, 2 to 8 minutes. Once only."
 	@$(PYTHON) -c '$(SUPPORTED)' 2>/dev/null || { \
 		rm -rf $(VENV); \
 		$(HOST_PYTHON) -m venv $(VENV) 2>/dev/null || { \
@@ -122,7 +129,8 @@ $(INSTALLED): pyproject.toml testkit/pyproject.toml
 	@index="$${PIP_INDEX_URL:-$$($(PYTHON) -m pip config get global.index-url 2>/dev/null || true)}"; \
 	if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
 	set -x; \
-	$(PYTHON) -m uv pip install --python $(PYTHON) -e '.[test,bench,docs]' -e testkit \
-		|| $(PYTHON) -m pip install -e '.[test,bench,docs]' -e testkit
+	$(PYTHON) -m uv pip install --python $(PYTHON) --override .ci/no-gpu.txt \
+		'sglang==$(SGLANG)' -e '.[test,bench,docs]' -e testkit \
+		|| $(PYTHON) -m pip install 'sglang==$(SGLANG)' -e '.[test,bench,docs]' -e testkit
 	@rm -rf $(UV_CACHE_DIR)
 	@touch $@

@@ -80,7 +80,7 @@ def check_python() -> Check:
 def check_sglang() -> Check:
     try:
         found = metadata.version("sglang")
-        check_sglang_version(found)
+        check_sglang_version(on_gpu=has_gpu())
     except metadata.PackageNotFoundError:
         return Check("SGLang", "not installed", "install SGLang: pip install sglang-kvspec")
     except KVSpecError as error:

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["before", "after", "around", "replace"]
+from sglang_kvspec.core.sglang_releases import SUPPORTED, parse_version
+
+# The first four are SGLang's. An attribute is a class that another class names: SGLang's registry
+# would replace such a class wherever it was imported.
+Kind = Literal["before", "after", "around", "replace", "attribute"]
 # Which process of which server needs a hook:
 #   flags         every process of every server
 #   cpu           every process where the CPU reference platform runs, also without --kvspec
@@ -19,16 +23,24 @@ Scope = Literal["flags", "cpu", "kvspec", "front_kvspec", "cpu_kvspec", "cuda_kv
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One hook. target: dotted symbol of SGLang. kind: SGLang's hook type, which decides the
-    arguments of `function`. remove_when: completes "remove when ...". releases: releases of SGLang
-    in which `target` was read and the hook tested."""
+    """One hook. target: dotted symbol of SGLang. kind: decides the arguments of `function`, as with
+    SGLang's hook types; "attribute" is called like "around". remove_when: completes "remove when
+    ...". since, until: the first release of SGLang that needs the row, and the first that does not;
+    None for no end."""
 
     target: str
     kind: Kind
     scope: Scope
     function: Callable[..., Any]
     remove_when: str
-    releases: tuple[str, ...] = ("0.5.17",)
+    since: str = SUPPORTED[0]
+    until: str | None = None
+
+    def is_for(self, release: str) -> bool:
+        """Return True if a release of SGLang needs this row."""
+        version = parse_version(release)
+        is_over = self.until is not None and version >= parse_version(self.until)
+        return version >= parse_version(self.since) and not is_over
 
     @property
     def name(self) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 
 def hook(req: Any, tree_cache: Any, is_insert: bool = True) -> None:
-    if is_insert and req.req_pool_idx is not None:
+    from sglang_kvspec.adapters.compat.request_kv import kv_of
+
+    if is_insert and kv_of(req).req_pool_idx is not None:
         pool = tree_cache.token_to_kv_pool_allocator.get_kvcache()
         pool.retire(req, tree_cache.req_to_token_pool)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 from kvspec_patches.hook import Hook, Scope
 from kvspec_patches.hooks import HOOKS
@@ -13,11 +15,17 @@ from sglang_kvspec.core.errors import HookError
 PLUGIN_NAME, DISTRIBUTION_NAME = "kvspec", "sglang-kvspec"
 
 _registered: set[Scope] = set()
+# Attributes that were set, by target.
+_attributes: dict[str, Callable[..., Any]] = {}
 
 
 def hooks_of(*scopes: Scope) -> list[Hook]:
-    """Return the hooks of these scopes, scope by scope, in the order of the table."""
-    return [hook for scope in scopes for hook in HOOKS if hook.scope == scope]
+    """Return the hooks of these scopes for the installed SGLang, scope by scope, in the order of
+    the table."""
+    release = metadata.version("sglang")
+    return [
+        hook for scope in scopes for hook in HOOKS if hook.scope == scope and hook.is_for(release)
+    ]
 
 
 class OwnHooksToDebug(logging.Filter):
@@ -43,9 +51,47 @@ def register_scope(scope: Scope) -> None:
     _registered.add(scope)
     source = hook_registry.HookSource(PLUGIN_NAME, DISTRIBUTION_NAME)
     for hook in hooks_of(scope):
-        hook_registry.HookRegistry.register(
-            hook.target, hook.function, hook_registry.HookType(hook.kind), source=source
-        )
+        if hook.kind != "attribute":
+            hook_registry.HookRegistry.register(
+                hook.target, hook.function, hook_registry.HookType(hook.kind), source=source
+            )
+    _set_attributes()
+
+
+def _set_attributes() -> None:
+    """Set attributes of registered scopes, where their classes are loaded. A process that never
+    loads a class has no use for its attribute."""
+    for hook in hooks_of(*_registered):
+        if hook.kind != "attribute" or hook.target in _attributes:
+            continue
+        if (owner := _loaded_owner(hook)) is not None:
+            name = hook.target.rpartition(".")[2]
+            hooked = _around(hook.function, getattr(owner, name))
+            setattr(owner, name, hooked)
+            _attributes[hook.target] = hooked
+
+
+def _around(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return hooked
+
+
+def _loaded_owner(hook: Hook) -> Any:
+    """Return the class of an attribute; None if its module is not loaded."""
+    path, _, name = hook.target.rpartition(".")[0].rpartition(".")
+    module = sys.modules.get(path)
+    return None if module is None else getattr(module, name)
+
+
+def _is_applied(hook: Hook) -> bool:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if hook.kind != "attribute":
+        return hook.target in HookRegistry._patched
+    owner, name = _loaded_owner(hook), hook.target.rpartition(".")[2]
+    return owner is None or owner.__dict__.get(name) is _attributes.get(hook.target, owner)
 
 
 def apply_hooks() -> None:
@@ -53,26 +99,20 @@ def apply_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     HookRegistry.apply_hooks()
+    # A hook may have loaded the class of an attribute.
+    _set_attributes()
 
 
 def verify_applied(*scopes: Scope) -> None:
-    """Raise HookError naming every symbol of these scopes that is not patched, or whose hook is
-    not for the installed SGLang.
+    """Raise HookError naming every symbol of these scopes that is not patched.
 
     SGLang logs a hook that fails to apply and serves on; a half-patched server would not be safe.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    version, hooks = metadata.version("sglang"), hooks_of(*scopes)
-    if missing := [hook for hook in hooks if hook.target not in HookRegistry._patched]:
-        raise HookError(_refusal("did not apply to", missing, version))
-    if untested := [hook for hook in hooks if version not in hook.releases]:
-        raise HookError(_refusal("are not made for", untested, version))
-
-
-def _refusal(what: str, hooks: Iterable[Hook], version: str) -> str:
-    targets = ", ".join(hook.target for hook in hooks)
-    return f"--kvspec cannot start: hooks {what} {targets} of SGLang {version}"
+    if missing := [hook.target for hook in hooks_of(*scopes) if not _is_applied(hook)]:
+        raise HookError(
+            f"--kvspec cannot start: hooks did not apply to {', '.join(missing)} of SGLang "
+            f"{metadata.version('sglang')}"
+        )
 
 
 def describe(*scopes: Scope) -> str:

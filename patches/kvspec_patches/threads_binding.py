@@ -10,5 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def hook(original: Callable[..., Any], *, tp_rank: int, tp_size: int) -> Any:
-    return original(tp_rank=tp_rank, tp_size=tp_size) if tp_size == 1 else None
+def hook(original: Callable[..., Any], **kwargs: Any) -> Any:
+    # Until 0.5.18 the number of ranks is `tp_size`.
+    num_ranks = kwargs["world_size"] if "world_size" in kwargs else kwargs["tp_size"]
+    return original(**kwargs) if num_ranks == 1 else None

@@ -8,6 +8,7 @@ environment variable, it is there for plugins, which load before the server argu
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from importlib import metadata
@@ -15,11 +16,13 @@ from importlib import metadata
 from sglang_kvspec.adapters.environment import ENVIRONMENT_NAME
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+from sglang_kvspec.core.sglang_releases import UNTESTED_NAME, refusal
+
+logger = logging.getLogger(__name__)
 
 DEBUG_NAME = "SGLANG_KVSPEC_DEBUG"
 ALGORITHM_NAME = "KVSPEC"
-SUPPORTED_SGLANG = ("0.5.17",)
-_DEBUG_VALUES = {"1": True, "true": True, "0": False, "false": False}
+_SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
 
 
 def debug_mode() -> bool:
@@ -28,12 +31,18 @@ def debug_mode() -> bool:
     Debug mode makes NaN or inf in an encoded page an error. On a CPU it also checks pages of the
     residual store against checksums.
     """
-    value = os.environ.get(DEBUG_NAME, "0")
-    is_on = _DEBUG_VALUES.get(value.lower())
+    return _switch(DEBUG_NAME)
+
+
+def _switch(name: str) -> bool:
+    """Return whether an environment variable is on. Raises ConfigError if its value is no
+    switch."""
+    value = os.environ.get(name, "0")
+    is_on = _SWITCH_VALUES.get(value.lower())
     if is_on is None:
         raise ConfigError(
-            f"{DEBUG_NAME} must be one of {', '.join(_DEBUG_VALUES)}, got {value!r}: set the "
-            "variable to 1, or unset it"
+            f"{name} must be one of {', '.join(_SWITCH_VALUES)}, got {value!r}: set the variable "
+            "to 1, or unset it"
         )
     return is_on
 
@@ -61,13 +70,27 @@ def switch_off() -> None:
     os.environ.pop(ENVIRONMENT_NAME, None)
 
 
-def check_sglang_version(installed: str | None = None) -> None:
-    installed = installed or metadata.version("sglang")
-    if installed not in SUPPORTED_SGLANG:
-        raise UnsupportedError(
-            f"--kvspec supports SGLang {', '.join(SUPPORTED_SGLANG)}, but SGLang {installed} is "
-            "installed: install a supported version"
-        )
+def follow(server_args: object) -> None:
+    """Make this process and those it spawns serve what server_args were built for."""
+    config = config_of(server_args)
+    if config is None:
+        switch_off()
+    else:
+        switch_on(config)
+
+
+def check_sglang_version(*, on_gpu: bool) -> None:
+    """Raise UnsupportedError for a release of SGLang that is not supported. With UNTESTED_NAME, log
+    a warning instead."""
+    installed = metadata.version("sglang")
+    sentence = refusal(installed, on_gpu=on_gpu)
+    if sentence is None:
+        return
+    if not _switch(UNTESTED_NAME):
+        raise UnsupportedError(sentence)
+    logger.warning(
+        "KVSpec: %s is set: SGLang %s was not tested with --kvspec here", UNTESTED_NAME, installed
+    )
 
 
 def cpu_platform_is_active() -> bool:

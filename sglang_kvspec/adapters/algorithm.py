@@ -18,10 +18,9 @@ class KVSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     def need_topk(self) -> bool:
         return False
 
-    def build_disagg_draft_input(
-        self, batch: Any, server_args: Any, last_tokens_tensor: Any, future_map: Any
-    ) -> Any:
-        """Return the states of requests that begin, or resume, to decode on a decode server."""
+    def build_disagg_draft_input(self, batch: Any, *args: Any) -> Any:
+        """Return the states of requests that begin, or resume, to decode on a decode server. Other
+        arguments differ by release."""
         from sglang_kvspec.adapters.transfer.decoding import admit
 
         return admit(batch)

@@ -80,7 +80,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
         return
     _check_names(parser, arguments)
     known, _ = parser.parse_known_args(arguments)
-    parse_config(flag_values(known))
+    parse_config(flag_values(vars(known)))
 
 
 class _FlagParser(argparse.ArgumentParser):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_kvspec.core.config import KVSpecConfig
@@ -12,9 +12,6 @@ from sglang_kvspec.core.flag_needs import flag_name
 from sglang_kvspec.core.flags import FLAG_OF, FLAGS, SWITCH
 
 PREFIX = "kvspec_"
-
-# ServerArgs is built inside from_cli_args, which passes declared fields only.
-pending_flags: ContextVar[dict[str, Any] | None] = ContextVar("kvspec_pending_flags", default=None)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,14 +27,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag.name, metavar=flag.kind.metavar, help=flag.help_line())
 
 
-def flag_values(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the kvspec flags of a parsed command line, unset ones left out."""
-    values = {
-        name: value
-        for name, value in vars(args).items()
-        if name == "kvspec" or name.startswith(PREFIX)
-    }
-    return {name: value for name, value in values.items() if value not in (None, False)}
+def is_ours(name: str) -> bool:
+    return name == "kvspec" or name.startswith(PREFIX)
+
+
+def flag_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kvspec flags among parsed or keyword arguments, unset ones left out."""
+    return {name: value for name, value in arguments.items() if is_ours(name) and value is not None}
 
 
 def parse_config(values: dict[str, Any]) -> KVSpecConfig | None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sglang_kvspec.adapters.compat.request_kv import kv_of
+
 
 class PageTable:
     """SGLang's req_to_token table, read in pages."""
@@ -18,7 +20,7 @@ class PageTable:
         """Return the page ids of a request's first num_tokens tokens: [ceil(num_tokens /
         page_size)] int64 on the CPU."""
         size = self._page_size
-        slots = self._pool.req_to_token[req.req_pool_idx, :num_tokens:size]
+        slots = self._pool.req_to_token[kv_of(req).req_pool_idx, :num_tokens:size]
         return slots.cpu().to(torch.int64) // size
 
     def of_batch(self, pool_indices: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 
 from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.compat.memory_pool import KVCache
+from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, take_plan
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.kv.cache import PagedKVCache
@@ -67,7 +68,8 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
         """Encode the committed pages of a request that ends, which SGLang caches as a prefix."""
         if self.keeper is None:
             return
-        slots = req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len]
+        held = kv_of(req)
+        slots = req_to_token_pool.req_to_token[held.req_pool_idx, : held.kv_committed_len]
         self.keeper.retire(slots[:: self.page_size].cpu().to(torch.int64) // self.page_size)
 
     def on_pages_freed(self, pages: list[int]) -> None:
@@ -80,17 +82,19 @@ class KVSpecPool(KVCache):  # type: ignore[misc]
             listener(list(range(1, self.kv.plan.num_pages + 1)))
         self.kv.free_all()
 
-    def get_cpu_copy(self, indices: torch.Tensor, mamba_indices: Any = None) -> Any:
-        """Keep the KV of a request that a decode server retracts. indices: its slots."""
+    def get_cpu_copy(self, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Keep the KV of a request that a decode server retracts. indices: its slots. Other
+        arguments differ by release, and concern caches that KVSpec does not serve."""
         assert self.keep_retracted is not None, (
             "only a decode server may keep KV of retracted requests"
         )
         return self.keep_retracted(self._pages_of(indices), len(indices))
 
     def load_cpu_copy(
-        self, kv_cache_cpu: Any, indices: torch.Tensor, mamba_indices: Any = None
+        self, kv_cache_cpu: Any, indices: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
-        """Bring back the KV of a retracted request. indices: its new slots."""
+        """Bring back the KV of a retracted request. indices: its new slots. Other arguments: as
+        with get_cpu_copy()."""
         kv_cache_cpu.restore(self._pages_of(indices))
 
     def _pages_of(self, indices: torch.Tensor) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.assembly import WorkerParts
 from sglang_kvspec.adapters.compat.batches import GenerationBatchResult, LogitsProcessorOutput
+from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.first_tokens import first_tokens
 from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.requests import early_state, new_state
@@ -106,7 +107,7 @@ class Prefill:
         pages = parts.table.of_request(req, state.next_position + 1)
         self._loop.start_on_anchors(RoundBatch([state], [pages], [req], batch))
         req.inflight_middle_chunks = 1
-        req.kv_committed_len = state.committed_len
+        kv_of(req).kv_committed_len = state.committed_len
         return GenerationBatchResult(
             logits_output=LogitsProcessorOutput(next_token_logits=None),
             next_token_ids=torch.tensor([state.pending]),

@@ -22,6 +22,7 @@ from sglang_kvspec.adapters.compat.prefix_cache import (
     RadixKey,
     TreeNode,
 )
+from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.prefix_store import PageLink, chain_links
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
@@ -186,7 +187,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     def detach(self, req: Any) -> None:
         """Let an admitted request own its loaded pages, which SGLang thinks are in the tree."""
         if self._detached is not None:
-            req.cache_protected_len, _ = self._detached
+            kv_of(req).cache_protected_len, _ = self._detached
         self._detached = None
 
     def cancel_start(self) -> bool:
@@ -237,8 +238,8 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         keeps = not self._tiers.is_empty and req.positional_embed_overrides is None and is_whole
         if keeps and not is_insert:
             # As a rule it was retracted: it will resume, and the tree has no room for its prefix.
-            slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(key)]
-            num_staying = req.cache_protected_len // self.page_size
+            slots = self.req_to_token_pool.req_to_token[kv_of(req).req_pool_idx, : len(key)]
+            num_staying = kv_of(req).cache_protected_len // self.page_size
             self._tiers.demote(*self._encoded(key, slots), num_staying)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         if keeps and is_insert and not self.disable_finished_insert:

@@ -6,6 +6,7 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
+from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.compat.requests import FINISH_ABORT
 from sglang_kvspec.adapters.request_drafts import counts_of
 from sglang_kvspec.runtime.request_state import RequestState
@@ -88,7 +89,7 @@ def _state(req: Any, committed_len: int, pending: int, output: list[int]) -> Req
         is_streamed=bool(req.stream),
         grammar=req.grammar,
         draft_counts=counts_of(req),
-        slot=int(req.req_pool_idx),
+        slot=int(kv_of(req).req_pool_idx),
     )
 
 

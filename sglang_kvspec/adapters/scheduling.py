@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.compat.scheduling import AddReqResult, get_alloc_reserve_per_decode
 from sglang_kvspec.adapters.requests import priority_of
 from sglang_kvspec.core.errors import ConfigError
@@ -69,7 +70,7 @@ def _running(batch: Any, page_size: int) -> Iterator[PageNeed]:
         # A finished request has freed its pages already.
         if not req.finished():
             held_pages = -(-req.kv.kv_allocated_len // page_size)
-            yield PageNeed(held_pages, req.kv_committed_len, _remaining(req))
+            yield PageNeed(held_pages, kv_of(req).kv_committed_len, _remaining(req))
 
 
 def _starting(req: Any, page_size: int) -> PageNeed:
@@ -81,12 +82,12 @@ def _remaining(req: Any) -> int:
     return int(req.sampling_params.max_new_tokens) - len(req.output_ids)
 
 
-def retract(original: Callable[..., Any], batch: Any, server_args: Any) -> Any:
+def retract(original: Callable[..., Any], batch: Any, args: Sequence[Any]) -> Any:
     """Run ScheduleBatch.retract_decode in KVSpec's order, and count the retractions."""
     reason = "test" if batch.check_decode_mem() else "memory"
     token = _retracting.set(batch)
     try:
-        retracted, new_ratio, failed = original(batch, server_args)
+        retracted, new_ratio, failed = original(batch, *args)
     finally:
         _retracting.reset(token)
     pressure = pressure_of(batch.token_to_kv_pool_allocator)
@@ -94,19 +95,22 @@ def retract(original: Callable[..., Any], batch: Any, server_args: Any) -> Any:
     return retracted, new_ratio, failed
 
 
-def retraction_order(original: Callable[..., list[int]], reqs: Any, server_args: Any) -> list[int]:
+def retraction_order(
+    original: Callable[..., list[int]], reqs: Any, args: Sequence[Any]
+) -> list[int]:
     """Return KVSpec's order for ScheduleBatch._get_decode_retraction_order inside of retract();
     outside of it, SGLang's own."""
     batch = _retracting.get()
     if batch is None:
-        return original(reqs, server_args)
+        return original(reqs, *args)
     return keep_order([_view(req, batch) for req in reqs])
 
 
 def _view(req: Any, batch: Any) -> RetractionView:
     kv = batch.token_to_kv_pool_allocator.get_kvcache().kv
     size = kv.geometry.page_size
-    slots = batch.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_committed_len : size]
+    held, rows = kv_of(req), batch.req_to_token_pool.req_to_token
+    slots = rows[held.req_pool_idx, : held.kv_committed_len : size]
     states = [kv.residuals.table.state(page) for page in (slots // size).tolist()]
     near = sum(state in (ResidualState.RESIDENT, ResidualState.FETCHING) for state in states)
     return RetractionView(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_kvspec.adapters import activation
-from sglang_kvspec.adapters.flags import PREFIX, parse_config, pending_flags
+from sglang_kvspec.adapters.flags import flag_values, is_ours, parse_config
 from sglang_kvspec.adapters.prefix_flags import (
     PREFIX_CACHE,
     check_plain_prefix_cache,
@@ -70,35 +70,34 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 _GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
 
-def build_server_args(
-    original: Callable[..., None], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Run ServerArgs.__init__ for `target` with kvspec keyword arguments or pending flags applied.
+def build_server_args(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Return the ServerArgs that `make` builds of its own fields, with the configuration of the
+    kvspec flags among `arguments`.
 
-    Sets `target._kvspec` and switches KVSpec on or off for this process and those it spawns.
-    Raises ConfigError or UnsupportedError before any weight is read.
+    Switches KVSpec on or off for this process and those it spawns. Raises ConfigError or
+    UnsupportedError before any weight is read.
     """
-    values = {name: kwargs.pop(name) for name in list(kwargs) if _is_ours(name)}
-    config = parse_config(values or pending_flags.get() or {})
+    values = flag_values(arguments)
+    kwargs = {name: value for name, value in arguments.items() if not is_ours(name)}
+    config = parse_config(values)
     if config is None:
         if str(kwargs.get("speculative_algorithm")).upper() == activation.ALGORITHM_NAME:
             raise ConfigError("--speculative-algorithm KVSPEC cannot be set: use --kvspec")
         check_plain_transfer(kwargs)
         check_plain_prefix_cache(kwargs)
         activation.switch_off()
-        original(target, *args, **kwargs | _default_device(kwargs))
-        return
+        return make(**kwargs | _default_device(kwargs))
     check_flags(config, kwargs)
-    activation.check_sglang_version()
-    if activation.cpu_platform_is_active():
-        check_cpu_flags(config, kwargs)
-    else:
+    on_gpu = not activation.cpu_platform_is_active()
+    activation.check_sglang_version(on_gpu=on_gpu)
+    if on_gpu:
         check_gpu_flags(config, kwargs)
+    else:
+        check_cpu_flags(config, kwargs)
     # Imported late: a plain server loads neither codecs nor checks.
     from sglang_kvspec.adapters.model_check import check_model, model_config_of
 
     fields = kwargs | _implied(config, kwargs)
-    on_gpu = not activation.cpu_platform_is_active()
     check_model(
         config,
         model_config_of(fields),
@@ -107,12 +106,9 @@ def build_server_args(
         num_ranks=fields.get("tp_size") or 1,
     )
     activation.switch_on(config)
-    target._kvspec = config
-    original(target, *args, **fields)
-
-
-def _is_ours(name: str) -> bool:
-    return name == "kvspec" or name.startswith(PREFIX)
+    server_args = make(**fields)
+    server_args._kvspec = config
+    return server_args
 
 
 def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:

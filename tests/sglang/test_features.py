@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -287,7 +288,8 @@ def test_start_line_says_what_fits(servers: ServerSwitch, url: str) -> None:
 def test_hooks_log_one_line(servers: ServerSwitch, url: str) -> None:
     log = Path(servers.log_path).read_text()
     (line,) = [line for line in log.splitlines() if "hooks applied" in line]
-    assert re.search(r"KVSpec: \d+ hooks applied to SGLang 0\.5\.17", line)
+    release = re.escape(metadata.version("sglang"))
+    assert re.search(rf"KVSpec: \d+ hooks applied to SGLang {release} by", line)
     assert "hook(s)" not in log
 
 

@@ -12,8 +12,9 @@ from typing import Any, get_args
 
 import pytest
 from harness.models import DEMO_MODEL
+from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.server_args import prepare_server_args
 from zmq.auth import create_certificates
 
 from sglang_kvspec.adapters import activation
@@ -23,6 +24,7 @@ from sglang_kvspec.adapters.model_check import check_model, model_config_of
 from sglang_kvspec.adapters.server_args import _implied, check_flags, check_gpu_flags
 from sglang_kvspec.core.config import KVSpecConfig, Transfer
 from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, UnsupportedError
+from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
 
 BASE = ("--model-path", str(DEMO_MODEL), "--device", "cpu")
 
@@ -44,6 +46,11 @@ def _plugins() -> Iterator[None]:
     load_plugins()
     yield
     activation.switch_off()
+
+
+def engine_args(**arguments: Any) -> Any:
+    """Build the ServerArgs of a sglang.Engine with these arguments."""
+    return Engine.server_args_class(None, **arguments)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -358,7 +365,7 @@ def test_algorithm_without_the_switch(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_unknown_engine_option() -> None:
     with pytest.raises(ConfigError, match=r"'colour'.*allowed.*codec"):
-        ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True, kvspec_colour=1)
+        engine_args(model_path=str(DEMO_MODEL), device="cpu", kvspec=True, kvspec_colour=1)
 
 
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
@@ -405,7 +412,7 @@ def test_models_it_cannot_serve(tmp_path: Path, kind: str) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
     with pytest.raises(KVSpecError, match=expected):
-        ServerArgs(model_path=str(tmp_path), device="cpu", kvspec=True)
+        engine_args(model_path=str(tmp_path), device="cpu", kvspec=True)
 
 
 @pytest.mark.parametrize(
@@ -506,20 +513,56 @@ def test_prefix_cache_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unsupported_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation.metadata, "version", lambda name: "0.5.18")
-    with pytest.raises(UnsupportedError, match=r"0\.5\.17.*0\.5\.18 is installed"):
-        ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
+    monkeypatch.setattr(activation.metadata, "version", lambda name: "0.5.99")
+    monkeypatch.delenv(UNTESTED_NAME, raising=False)
+    with pytest.raises(UnsupportedError, match=r"0\.5\.17, .*on a CPU, but SGLang 0\.5\.99"):
+        engine_args(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
+
+
+def test_a_release_that_was_tested_on_a_cpu_only_is_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activation.metadata, "version", lambda name: "0.5.20")
+    monkeypatch.delenv(UNTESTED_NAME, raising=False)
+    activation.check_sglang_version(on_gpu=False)
+    with pytest.raises(UnsupportedError, match=r"SGLang 0\.5\.17 on a GPU, but SGLang 0\.5\.20"):
+        activation.check_sglang_version(on_gpu=True)
+
+
+def test_an_untested_release_is_tried_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(activation.metadata, "version", lambda name: "0.5.99")
+    monkeypatch.setenv(UNTESTED_NAME, "1")
+    activation.check_sglang_version(on_gpu=False)
+    assert "SGLang 0.5.99 was not tested with --kvspec here" in caplog.text
+    monkeypatch.setenv(UNTESTED_NAME, "maybe")
+    with pytest.raises(ConfigError, match=f"{UNTESTED_NAME} must be one of 1, true, 0, false"):
+        activation.check_sglang_version(on_gpu=False)
+
+
+def test_an_engine_without_kvspec_switches_it_off_again() -> None:
+    engine_args(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
+    plain = engine_args(model_path=str(DEMO_MODEL), device="cpu")
+    assert ENVIRONMENT_NAME not in os.environ
+    kvspec = engine_args(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
+    assert ENVIRONMENT_NAME in os.environ
+    # Each may start child processes later.
+    activation.follow(plain)
+    assert ENVIRONMENT_NAME not in os.environ
+    activation.follow(kvspec)
+    assert ENVIRONMENT_NAME in os.environ
 
 
 def test_a_hook_that_did_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
+    engine_args(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
     target = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
     monkeypatch.setattr(HookRegistry, "apply_hooks", lambda: None)
     with pytest.raises(HookError, match=r"Req\.update_finish_state"):
-        ServerArgs(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
+        engine_args(model_path=str(DEMO_MODEL), device="cpu", kvspec=True)
 
 
 def test_good_flags_from_a_yaml_file(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+try:
+    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+except ModuleNotFoundError:
+    # Since 0.5.19.
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 __all__ = ["ConfigArgumentMerger"]

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_parallel
+
+try:
+    from sglang.srt.runtime_context import get_schedule
+except ImportError:
+    # Until 0.5.16 the settings are fields of ServerArgs.
+    from sglang.srt.runtime_context import get_server_args as get_schedule
 
 __all__ = ["get_parallel", "get_schedule"]

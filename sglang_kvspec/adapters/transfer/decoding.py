@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_kvspec.adapters.compat.disaggregation import FAKE_BOOTSTRAP_HOST
+from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.requests import fail, resumed_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.adapters.transfer.peers import Serving, serving
@@ -101,7 +102,7 @@ def admit(batch: Any) -> KVSpecDraftInput:
             logger.error("%s (request %s)", wrong, req.rid)
             fail(req, wrong)
         state = resumed_state(req, committed_len)
-        last_slot = batch.req_to_token_pool.req_to_token[req.req_pool_idx, committed_len - 1]
+        last_slot = batch.req_to_token_pool.req_to_token[kv_of(req).req_pool_idx, committed_len - 1]
         state.room = req.bootstrap_room
         state.timeline = arrivals.admit(req.bootstrap_room, int(last_slot) // page_size)
         if state.timeline is not None:

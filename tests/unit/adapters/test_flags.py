@@ -46,7 +46,7 @@ EXAMPLES: dict[str, tuple[str, Any, str]] = {
 def parsed(*arguments: str) -> KVSpecConfig | None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return parse_config(flag_values(parser.parse_args(arguments)))
+    return parse_config(flag_values(vars(parser.parse_args(arguments))))
 
 
 @pytest.mark.parametrize("option", [flag.option for flag in FLAGS])

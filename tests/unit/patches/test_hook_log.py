@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from importlib import metadata
 from types import ModuleType
 
 import pytest
@@ -82,8 +83,9 @@ def test_one_line_a_process_names_the_hooks(caplog):
     assert count > 20
     (record,) = caplog.records
     line = record.getMessage()
-    assert line.startswith(f"KVSpec: {count} hooks applied to SGLang 0.5.17 by plugin kvspec (")
-    assert "flags: add_cli_args, from_cli_args, server_args_init; kvspec: kv_release, " in line
+    release = metadata.version("sglang")
+    assert line.startswith(f"KVSpec: {count} hooks applied to SGLang {release} by plugin kvspec (")
+    assert "flags: add_cli_args, from_cli_args, engine_args; kvspec: kv_release, " in line
     assert "front_kvspec" not in line
 
 
@@ -96,10 +98,48 @@ def test_a_hook_that_did_not_apply_is_named(registry, monkeypatch):
     registration.verify_applied("cpu")
 
 
-def test_a_hook_for_another_release_is_named(registry, monkeypatch):
-    hooks = [replace(hook, releases=("0.5.16",)) for hook in toy_hooks("flags", "ours")]
+def test_a_hook_for_another_release_is_left_out(registry, monkeypatch):
+    (over,), (here,) = toy_hooks("flags", "absent"), toy_hooks("flags", "ours")
+    hooks = [replace(over, until=metadata.version("sglang")), here]
     monkeypatch.setattr(registration, "HOOKS", hooks)
     registration.register_scope("flags")
     registration.apply_hooks()
-    with pytest.raises(HookError, match=r"hooks are not made for kvspec_toy\.ours of SGLang 0\.5"):
+    registration.verify_applied("flags")
+    assert registration.hooks_of("flags") == [here]
+
+
+class Owner:
+    """Stands for a class of SGLang that names another class."""
+
+    made_class = dict
+
+
+def attribute_of(module):
+    target = f"{module}.Owner.made_class"
+
+    def hook(original, self, **kwargs):
+        return original(ours=type(self), **kwargs)
+
+    return Hook(target, "attribute", "flags", hook, "never")
+
+
+def test_an_attribute_is_set_once_its_class_is_loaded(registry, monkeypatch):
+    hook = attribute_of("kvspec_later")
+    monkeypatch.setattr(registration, "HOOKS", [hook])
+    monkeypatch.setattr(registration, "_attributes", {})
+    registration.register_scope("flags")
+    # A process without the class has no use for its attribute.
+    registration.verify_applied("flags")
+    later = ModuleType("kvspec_later")
+    later.Owner = type("Owner", (Owner,), {"made_class": dict})
+    monkeypatch.setitem(sys.modules, "kvspec_later", later)
+    with pytest.raises(HookError, match=r"did not apply to kvspec_later\.Owner\.made_class"):
+        registration.verify_applied("flags")
+    for _ in range(2):
+        registration.apply_hooks()
+    registration.verify_applied("flags")
+    assert later.Owner().made_class(a=1) == {"ours": later.Owner, "a": 1}
+    # Another plug-in may set it, too.
+    later.Owner.made_class = dict
+    with pytest.raises(HookError, match="did not apply"):
         registration.verify_applied("flags")
