@@ -11,6 +11,7 @@ import torch
 
 from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.common_hits import CommonHits, PrefixLookup
+from sglang_kvspec.adapters.compat.free_groups import holds_frees
 from sglang_kvspec.adapters.compat.prefix_cache import (
     EvictParams,
     EvictResult,
@@ -22,6 +23,7 @@ from sglang_kvspec.adapters.compat.prefix_cache import (
     RadixKey,
     TreeNode,
 )
+from sglang_kvspec.adapters.compat.prefix_keys import prefix_key, salt_of
 from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.prefix_store import PageLink, chain_links
@@ -107,7 +109,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         """Look a request up. known: its links from another lookup; tokens are only ever added."""
         tokens = array("q", req.origin_input_ids) + array("q", req.output_ids)
         # SGLang computes at least the last token.
-        key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1)
+        key = prefix_key(tokens, req, limit=len(tokens) - 1)
         resident = super().match_prefix(MatchPrefixParams(key=key)).device_indices
         # With overridden embeddings, KV does not follow from tokens.
         if req.positional_embed_overrides is not None:
@@ -125,7 +127,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         assert req is not None, "SGLang must pass the request"
         start = len(req.prefix_indices)
         end = start + params.host_hit_length
-        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=end)
+        key = prefix_key(req.full_untruncated_fill_ids, req, limit=end)
         slots = self._take_slots(params.host_hit_length)
         links, pages = self._links(key, skip=start), self._pages(slots)
         loaded = self._common.load(links, pages)
@@ -231,7 +233,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
-        key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
+        key = prefix_key(tokens, req).page_aligned(self.page_size)
         is_whole = not self._has_pending_residuals(req)
         is_insert = is_insert and is_whole
         # With overridden embeddings, KV does not follow from tokens.
@@ -248,7 +250,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     def evict(self, params: EvictParams) -> EvictResult:
         allocator = self.token_to_kv_pool_allocator
-        if self._tiers.is_empty or not allocator.is_not_in_free_group:
+        if self._tiers.is_empty or holds_frees(allocator):
             return super().evict(params)
         # SGLang frees a node's slots before it deletes the node. In a group they keep their KV.
         allocator.free_group_begin()
@@ -271,7 +273,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         tokens = array("q")
         for each in path:
             tokens.extend(each.key.raw_token_ids())
-        key = RadixKey(tokens, node.key.extra_key)
+        key = prefix_key(tokens, node.key)
         num_staying = (len(tokens) - len(node.value)) // self.page_size
         slots = torch.cat([each.value for each in path])
         self._tiers.demote(*self._encoded(key, slots), num_staying)
@@ -295,6 +297,15 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
 
     def _links(self, key: RadixKey, skip: int = 0) -> list[PageLink]:
         """Return the links of a key's full pages, without those of its first `skip` tokens."""
-        namespace = b"" if key.extra_key is None else b"=" + key.extra_key.encode()
-        links = list(chain_links(key.raw_token_ids(), self.page_size, namespace))
+        links = list(chain_links(key.raw_token_ids(), self.page_size, namespace_of(key)))
         return links[skip // self.page_size :]
+
+
+def namespace_of(key: RadixKey) -> bytes:
+    """Return what keeps the pages of a key apart from equal tokens of others in the tiers. No two
+    pairs of extra_key and salt have the same."""
+    extra, salt = key.extra_key, salt_of(key)
+    if salt is None:
+        return b"" if extra is None else b"=" + extra.encode()
+    length = "none" if extra is None else str(len(extra.encode()))
+    return f"#{length}={extra or ''}={salt}".encode()

@@ -44,6 +44,8 @@ _DELIMITERS = "multi_item_delimiter_indices"
 _ROW_FIELDS = (
     *_ONE_FOR_ONE,
     *("return_logprob", "return_sampling_mask", "lora_path", "extra_key"),
+    # Since 0.5.18.
+    *(("cache_salt",) if hasattr(GenerateReqInput, "cache_salt") else ()),
     *("custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
     _DELIMITERS,
 )
@@ -178,8 +180,15 @@ def check_sampling(row: Any) -> None:
             _CHECKS[name](name, value)
 
 
+def _refuse_beams(name: str, value: Any) -> None:
+    check_integer(least=1)(name, value)
+    if value > 1:
+        raise ValueError(f"--kvspec does not run beam search: remove {name}, or use a plain server")
+
+
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "n": check_integer(least=1),
+    "beam_width": _refuse_beams,
     # SGLang replaces a stream_interval of 0 with the server's.
     **dict.fromkeys(
         ("max_new_tokens", "min_new_tokens", "stream_interval"), check_integer(least=0)
@@ -195,7 +204,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(
         (
             *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
-            "no_stop_trim",
+            *("no_stop_trim", "ebnf_full_assistant"),
         ),
         check_switch,
     ),

@@ -49,8 +49,11 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "enable_streaming_session": (False, "a streaming session keeps partial pages between turns"),
     "enable_lmcache": (False, "KVSpec has its own tiers"),
     "enable_flexkv": (False, "KVSpec has its own tiers"),
+    "enable_unified_cache_external_linker": (False, "KVSpec has its own tiers"),
+    "enable_unified_memory": (False, "KVSpec has its own KV pool"),
     "enable_return_routed_experts": (False, "KVSpec does not track the KV slot of each token"),
     "enable_hisparse": (False, "KVSpec has its own tiers"),
+    "enable_layernorm_sp": (False, "KVSpec builds its own ragged batches"),
     "enable_two_batch_overlap": (False, "KVSpec builds its own ragged batches"),
     "enable_memory_saver": (False, "KVSpec cannot release and restore its pools yet"),
     "enable_page_major_kv_layout": (False, "KVSpec has its own KV layout"),
@@ -126,6 +129,8 @@ def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         ("prefill_attention_backend", (None,)),
         ("decode_attention_backend", (None,)),
         ("speculative_draft_model_path", (None,)),
+        # A host pool of SGLang could not read KVSpec's pages.
+        ("disaggregation_decode_retraction_backup", (None, "cpu_tensor")),
         ("grammar_backend", _GRAMMAR_BACKENDS),
         # A cache of another plugin would move pages that only KVSpec's pool can read.
         ("radix_cache_backend", (None, PREFIX_CACHE)),

@@ -32,7 +32,7 @@ def make_request(
     """Make a running request or, before it has pages, a waiting one."""
     return SimpleNamespace(
         finished=lambda: finished,
-        kv=SimpleNamespace(kv_allocated_len=num_prompt),
+        kv=SimpleNamespace(kv_allocated_len=num_prompt, kv_committed_len=num_prompt),
         kv_committed_len=num_prompt,
         prefix_indices=torch.zeros(prefix),
         full_untruncated_fill_ids=range(num_prompt),
@@ -130,6 +130,8 @@ class Batch:
         rows = [torch.tensor(req.pages).repeat_interleave(PAGE) * PAGE for req in reqs]
         for index, req in enumerate(reqs):
             req.req_pool_idx = index
+            # Since 0.5.19 SGLang keeps the row and the lengths in here.
+            req.kv = req
         self.req_to_token_pool = SimpleNamespace(req_to_token=torch.stack(rows))
 
     def check_decode_mem(self) -> bool:
@@ -137,7 +139,7 @@ class Batch:
 
 
 def retract_one(batch: Batch, server_args: Any) -> tuple[list[Any], float, list[Any]]:
-    order = scheduling.retraction_order(lambda *args: [0, 1], batch.reqs, server_args)
+    order = scheduling.retraction_order(lambda *args: [0, 1], batch.reqs, (server_args,))
     return [batch.reqs[order[-1]]], 0.5, []
 
 
@@ -163,19 +165,19 @@ def test_the_farthest_request_of_the_lowest_priority_is_retracted(
     reqs = [make_running(priority, (1, 2)), make_running(0, (3, 4))]
     states = dict(zip((1, 2, 3, 4), (*first, *second), strict=True))
     batch = Batch(reqs, states, is_full=True)
-    retracted, ratio, failed = scheduling.retract(retract_one, batch, None)
+    retracted, ratio, failed = scheduling.retract(retract_one, batch, (None,))
     assert (retracted, ratio, failed) == ([reqs[victim]], 0.5, [])
     assert batch.pool.pressure.report()["retracted"] == {"memory": 1, "priority": 0, "test": 0}
 
 
 def test_a_retraction_without_need_counts_as_one_for_a_test() -> None:
     batch = Batch([make_running()], dict.fromkeys((1, 2), STORED), is_full=False)
-    scheduling.retract(lambda batch, args: (batch.reqs, 0.5, []), batch, None)
+    scheduling.retract(lambda batch: (batch.reqs, 0.5, []), batch, ())
     assert batch.pool.pressure.report()["retracted"] == {"memory": 0, "priority": 0, "test": 1}
 
 
 def test_the_order_is_sglangs_own_for_others() -> None:
-    assert scheduling.retraction_order(lambda reqs, args: [7], [], None) == [7]
+    assert scheduling.retraction_order(lambda reqs: [7], [], ()) == [7]
 
 
 def test_no_request_is_longer_than_the_pool_holds_with_its_drafts() -> None:

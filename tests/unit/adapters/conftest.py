@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvspec_testkit.runtime.rank_exchange import BOTH, ExchangingRanks, RankExchange
 from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
+from sglang_kvspec.adapters.compat.prefix_keys import prefix_key
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
 from sglang_kvspec.kv.kept_anchors import KeptAnchors
@@ -51,8 +52,25 @@ class Request(SimpleNamespace):
 
     __hash__ = object.__hash__
 
+    @property
+    def kv(self):
+        """Since 0.5.19 SGLang keeps its row and lengths in here."""
+        return self
+
     def get_fill_ids(self):
         return self.full_untruncated_fill_ids
+
+
+# A salt that SGLang keeps in a field of its own where it has one.
+OWN_SALT = "own"
+HAS_SALTS = "cache_salt" in RadixKey.__slots__
+
+
+def salted(salt):
+    """Return the fields of a request that keep its prefixes apart."""
+    if salt == OWN_SALT and HAS_SALTS:
+        return {"extra_key": None, "cache_salt": salt}
+    return {"extra_key": salt, "cache_salt": None}
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -61,7 +79,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     # Each prompt is made of pages with token 0 or 1, and a rest follows.
     prompts = st.lists(st.integers(0, 1), max_size=4).map(tuple)
-    salts = st.sampled_from([None, "", "salt"])
+    salts = st.sampled_from([None, "", "salt", OWN_SALT])
 
     def __init__(self, make_kv, residual_share=0.4, num_kept=0, ranks=None):
         """num_kept: pages whose anchors may stay in KV memory after an eviction. ranks: exchange
@@ -115,6 +133,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             is_eagle=False,
             disable_finished_insert=False,
             eviction_policy="lru",
+            eviction_policy_config=None,
             enable_metrics=False,
         )
         self.tree = KVSpecRadixCache(params, self.kv, self.tiers, ranks=self.ranks)
@@ -135,7 +154,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             full_untruncated_fill_ids=tokens,
             origin_input_ids=tokens,
             output_ids=array("q"),
-            extra_key=salt,
+            **salted(salt),
             req_pool_idx=min(free_rows),
             priority=None,
             positional_embed_overrides=None,
@@ -143,7 +162,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             cached_tokens_host=NUM_PAGES * SIZE,
             cached_tokens_storage=NUM_PAGES * SIZE,
         )
-        key = RadixKey(tokens, salt, limit=len(tokens) - 1)
+        key = prefix_key(tokens, req, limit=len(tokens) - 1)
         with self.tree.in_pass(lambda: [req]):
             match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
         room = self.allocator.available_size() + self.tree.evictable_size()
@@ -245,6 +264,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def links(self, req):
         salt = b"" if req.extra_key is None else b"=" + req.extra_key.encode()
+        if req.cache_salt is not None:
+            salt = b"#none==" + req.cache_salt.encode()
         return list(chain_links(req.full_untruncated_fill_ids, SIZE, salt))
 
     def content(self, link):
@@ -291,7 +312,7 @@ def choosing(rank, which):
 
 class TwoRanks(RuleBasedStateMachine):
     prompts = st.lists(st.integers(0, 1), max_size=4).map(tuple)
-    salts = st.sampled_from([None, "salt"])
+    salts = st.sampled_from([None, "salt", OWN_SALT])
 
     def __init__(self, machine, make_kv):
         super().__init__()

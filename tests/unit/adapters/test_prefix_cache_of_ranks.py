@@ -148,5 +148,6 @@ def request_of(tokens):
         origin_input_ids=array("q", tokens),
         output_ids=array("q"),
         extra_key=None,
+        cache_salt=None,
         positional_embed_overrides=None,
     )

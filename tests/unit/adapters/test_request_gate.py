@@ -46,6 +46,7 @@ WRONG = {
     "skip_special_tokens": NOT_SWITCHES,
     "spaces_between_special_tokens": NOT_SWITCHES,
     "no_stop_trim": NOT_SWITCHES,
+    "ebnf_full_assistant": NOT_SWITCHES,
     "json_schema": NOT_TEXTS,
     "regex": NOT_TEXTS,
     "ebnf": NOT_TEXTS,
@@ -92,6 +93,13 @@ def test_wrong_sampling_parameters_are_refused(name, value):
     assert len(str(refusal.value)) < 1000
     with pytest.raises(ValueError, match=name):
         check_raw(request(text=["x", "y"], sampling_params=[{}, {name: value}]), PAGES)
+
+
+@pytest.mark.parametrize("value", [2, 0, "x", True])
+def test_beam_search_is_refused(value):
+    """SGLang has it since 0.5.19. In other releases the name is unknown."""
+    with pytest.raises(ValueError, match="beam_width"):
+        check_raw(request(sampling_params={"beam_width": value}), PAGES)
 
 
 @pytest.mark.parametrize("rows", ["x", 5, ["x"], [None], [{}, 5], [[]], [{}, [{}]]])
@@ -257,10 +265,14 @@ class _Tokenizer:
         return list(text.encode())
 
 
+# Parameters that releases since 0.5.19 have.
+NEW_FIELDS = {"beam_width", "ebnf_full_assistant"}
+
+
 def test_every_parameter_of_sglang_is_known():
     internal = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len")
     names = {*SamplingParams.__struct_fields__} - {*internal, "is_normalized"}
-    assert names == {*VALID_FIELDS, "regex", "ebnf", "structural_tag"}
+    assert names - NEW_FIELDS == {*VALID_FIELDS, "regex", "ebnf", "structural_tag"}
     check_sampling({name: None for name in names - {"n"}})
 
 
