@@ -585,7 +585,8 @@ def test_plain_arguments_are_untouched() -> None:
     args = prepare_server_args([*BASE])
     assert activation.config_of(args) is None
     assert ENVIRONMENT_NAME not in os.environ
-    assert (args.page_size, args.attention_backend) == (1, "torch_native")
+    # From 0.5.20 on, SGLang chooses later what was not given.
+    assert (args.page_size, args.attention_backend) in ((1, "torch_native"), (None, None))
     assert args.speculative_algorithm is None
 
 
