@@ -90,8 +90,10 @@ def _is_applied(hook: Hook) -> bool:
 
     if hook.kind != "attribute":
         return hook.target in HookRegistry._patched
-    owner, name = _loaded_owner(hook), hook.target.rpartition(".")[2]
-    return owner is None or owner.__dict__.get(name) is _attributes.get(hook.target, owner)
+    owner, hooked = _loaded_owner(hook), _attributes.get(hook.target)
+    if owner is None or hooked is None:
+        return owner is None
+    return owner.__dict__.get(hook.target.rpartition(".")[2]) is hooked
 
 
 def apply_hooks() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvspec_patches.cached_tokens import DRAFT_READS
 
-# Of a request without drafts, which SGLang may end without details of cached tokens.
+# SGLang may end a request without details of cached tokens.
 NO_READS = {"share": None, "by_budget": {}}
 
 

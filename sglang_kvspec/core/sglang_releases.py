@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_kvspec.core.errors import UnsupportedError
 
-# Oldest first. Each has passed `make compat`, which runs on a CPU.
+# Oldest first. `make compat` tests each on a CPU.
 SUPPORTED = ("0.5.17", "0.5.18", "0.5.19", "0.5.20")
 # Those whose tests have also passed on a GPU.
 SUPPORTED_ON_GPU = ("0.5.17",)

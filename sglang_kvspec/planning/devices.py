@@ -23,8 +23,8 @@ LAYER_OVERHEAD_S = 32e-6
 # Encoding a layer's full pages, beside appending to the recent window: 5.6 us with uniform4, 7.2 us
 # with log4.
 LAYER_ENCODE_S = 6e-6
-# What draft attention over a list of pages takes beside its bytes: 11 to 15 us for 16 requests of
-# 32768 tokens to 11 of 131072 (benchmarks/results/page_selection.json).
+# Draft attention over a list of pages takes 11 to 15 us a layer beside the time of its bytes, from
+# 16 requests of 32768 tokens to 11 of 131072 (benchmarks/results/page_selection.json).
 LAYER_LISTS_S = 13e-6
 # Assumed: matrix products of some hundred rows reach this share of the published FLOP/s.
 DENSE_SHARE = 0.6

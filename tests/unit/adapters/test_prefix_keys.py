@@ -1,4 +1,4 @@
-"""What keeps requests apart that may not share KV."""
+"""Keys and namespaces of requests that may not share KV differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run on one release of SGLang is taken to have shown."""
+"""Results of check_compat.py: counts of tests and answers, and which releases pass."""
 
 from __future__ import annotations
 
