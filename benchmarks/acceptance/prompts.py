@@ -26,8 +26,9 @@ def package_sources() -> Sources:
 
 
 def english_pages() -> Sources:
-    """Return this project's pages and its licence."""
-    return {"pages": [ROOT / "LICENSE", ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
+    """Return the pages of this project."""
+    pages = (ROOT.glob(pattern) for pattern in ("LICENSE", "*.md", "[!.]*/README.md", "docs/**/*.md"))
+    return {"pages": [page for found in pages for page in sorted(found)]}
 
 
 TEXTS: Mapping[str, Callable[[], Sources]] = {"code": package_sources, "english": english_pages}
@@ -49,7 +50,7 @@ def cut_prompts(
     window = length - 1
     # A stride shorter than the window lets neighbours overlap where the text is short.
     stride = min(window, (total - window * len(streams)) // max(count, 1))
-    if stride < window // 4:
+    if stride < window // 5:
         raise ValueError(
             f"{count} prompts of {length} tokens need more source text than the {total} tokens of "
             f"{', '.join(streams)}: ask for fewer or shorter prompts"

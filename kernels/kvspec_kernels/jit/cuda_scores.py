@@ -15,9 +15,10 @@ from kvspec_kernels.jit.cuda_attention import (
     MULTIPROCESSOR_REGISTERS,
     MULTIPROCESSOR_SHARED,
     AttentionShape,
-    draft_supported,
+    arithmetics,
     num_blocks,
     record_defines,
+    supported,
 )
 
 WARPS = 4
@@ -29,8 +30,8 @@ MOST_COLUMNS = 4
 
 
 def scores_supported(shape: AttentionShape, device: torch.device) -> bool:
-    """Return True if the CUDA back end scores pages for this shape."""
-    return shape.arithmetic == "fp16" and draft_supported(shape, device)
+    """Return True if the CUDA back end scores pages for this shape. It chooses the arithmetic."""
+    return supported(shape, device) and bool(arithmetics(shape.settings))
 
 
 class ScoreKernel:
@@ -94,6 +95,7 @@ def score_defines(shape: AttentionShape, most_queries: int) -> dict[str, int | s
     passes = -(-columns // min(max(MOST_REGISTERS // each, 1), MOST_COLUMNS))
     at_once = -(-columns // passes)
     defines = record_defines(shape) | {
+        "INT8": int("int8" in arithmetics(shape.settings)),
         "TWO_BIT_STEP": TWO_BIT_STEP,
         "GROUP": 8 * at_once,
         "PASSES": passes,
@@ -114,5 +116,6 @@ def score_defines(shape: AttentionShape, most_queries: int) -> dict[str, int | s
 def shared_bytes(defines: dict[str, int | str]) -> int:
     """Return the bytes of shared memory of a block: queries, rings and barriers."""
     columns = int(defines["PASSES"]) * int(defines["GROUP"]) // 8
-    query = columns * (int(defines["HEAD_DIM"]) // 16) * 512
+    # In fp16, queries are needed unscaled as well.
+    query = columns * (int(defines["HEAD_DIM"]) // 16) * (256 if defines["INT8"] else 512)
     return query + WARPS * int(defines["HALVES"]) * (int(defines["K_BYTES"]) + 8)

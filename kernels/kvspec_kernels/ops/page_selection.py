@@ -110,8 +110,7 @@ class PageSelection:
         elif backend == "cuda":
             raise ValueError(
                 "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head "
-                "size of 64, 96, 128 or 256, and 4-bit anchors of uniform4 or log4 with linear "
-                "levels"
+                "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels"
             )
         block_m = max(16, triton.next_power_of_2(num_rows))
         layout, decode = (

@@ -81,12 +81,13 @@ def test_draft_attention_by_head_compiles(codec, bits, arithmetic, head_dim, gro
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize(
     ("page_size", "head_dim", "group", "queries"),
     [(64, 128, 4, 8), (64, 64, 1, 8), (64, 256, 16, 8), (32, 96, 3, 5), (256, 64, 8, 8)],
 )
-def test_page_scores_compile(codec, page_size, head_dim, group, queries):
-    shape = shape_of(codec, page_size, head_dim, group, torch.bfloat16)
+def test_page_scores_compile(codec, bits, page_size, head_dim, group, queries):
+    shape = shape_of(codec, page_size, head_dim, group, torch.bfloat16, bits=bits)
     defines = score_defines(shape, queries)
     assert defines["GROUP"] * defines["PASSES"] >= queries * group
     blocks = defines["BLOCKS"] * (score_bytes(defines) + BLOCK_RESERVED)

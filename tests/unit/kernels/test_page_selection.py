@@ -14,6 +14,10 @@ from kvspec_testkit.kernels.cases import make_case
 MOST_QUERIES, MAX_PAGES, MOST_PAGES = 4, 40, 32
 # The CUDA kernel folds scales into queries and rounds these to fp16 (2^-11 of scores of about 4).
 TOLERANCE = {"triton": {"atol": 2e-5, "rtol": 2e-3}, "cuda": {"atol": 2e-5, "rtol": 8e-3}}
+# INT8 products round q times K's scales to multiples of 1 / 126 of the largest. For normally
+# distributed numbers, 128 channels and codes that are 4.3 from their middle, a score has an error of
+# 0.014 in log2 (one standard deviation), which is 1 % of a token's weight.
+INT8_TOLERANCE = {"atol": 2e-5, "rtol": 3e-2}
 CODECS = {
     "uniform4": Uniform4Settings.for_page,
     "log4": Log4Settings.for_page,
@@ -95,20 +99,22 @@ def test_mass_is_the_attention_on_each_page(
     settings = CODECS[codec](page_size, bits)
     case = case_of(counts, settings, page_size, group, head_dim, torch.bfloat16, device)
     q = queries(case, len(counts), torch.bfloat16, device)
-    if backend == "cuda" and (bits == 2 or head_dim == 32):
+    if backend == "cuda" and head_dim == 32:
         with pytest.raises(ValueError, match="backend 'cuda' needs"):
             selection_of(case, q, backend=backend)
         return
     selection = selection_of(case, q, backend=backend)
     index = requests(case, num_queries)
     selection.score(0, q, case.anchors, index)
+    is_int8 = backend == "cuda" and (codec, bits) != ("log4", 4)
+    tolerance = INT8_TOLERANCE if is_int8 else TOLERANCE[backend]
     for request, count in enumerate(num_queries):
         num_pages = counts[request]
         found = selection.mass[0, index.slots[request], :, :num_pages]
         assert not selection.mass[0, index.slots[request], :, num_pages:].any()
         if count and num_pages:
             expected = expected_mass(case, q, request, count)
-            torch.testing.assert_close(found, expected, **TOLERANCE[backend])
+            torch.testing.assert_close(found, expected, **tolerance)
         else:
             assert not found.any(), "a request without queries was scored"
 

@@ -4,40 +4,89 @@
 // warps of a block take pages in turn. A warp handles GROUP rows at once, in PASSES passes.
 //
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP PASSES QUERY_HEADS NUM_ROWS
-// K_ROWS V_ROWS LOG4 ANCHOR_BITS Q_BF16 WARPS HALVES BLOCKS K_BYTES RECORD_BYTES TOP.
+// K_ROWS V_ROWS LOG4 ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS K_BYTES RECORD_BYTES TOP.
 
 #include "draft_shares.cuh"
+#if INT8
+#include "scores_int8.cuh"
+#else
 #include "draft_half.cuh"
+#endif
 
 constexpr int THREADS = WARPS * 32;
-constexpr int PASS_WORDS = COLUMN_TILES * CHANNEL_TILES * 32;
+constexpr int PASS_WORDS = QUERY_BYTES / 16;
 constexpr int ALL_QUERY_BYTES = PASSES * QUERY_BYTES;
 constexpr int RING_BYTES = WARPS * HALVES * K_BYTES;
+// Rows that a lane has a part of: 2 in each column tile. Lanes with equal t share them.
+constexpr int LANE_ROWS = 2 * COLUMN_TILES;
+
+// References of the rows' scores: no score of an earlier page exceeded its reference by more than
+// SLACK. A page whose scores are far below counts as nothing beside the page that set it.
+struct References {
+    float value[PASSES][LANE_ROWS];
+    bool is_set;
+};
+
+// Halves the number of values by exchange with the lane `hop` away, from COUNT to COUNT / 2 sums.
+template <int COUNT>
+__device__ __forceinline__ void fold_sums(float* sums, float* references, int lane, int hop) {
+    bool upper = lane & hop;
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+        float sent = upper ? sums[i] : sums[i + COUNT / 2];
+        float kept = upper ? sums[i + COUNT / 2] : sums[i];
+        sums[i] = kept + __shfl_xor_sync(FULL, sent, hop);
+        references[i] = upper ? references[i + COUNT / 2] : references[i];
+    }
+}
 
 // Writes the log-sum-exps of a page's scores to lse, [GROUP].
 __device__ __forceinline__ void store_sums(
-    const Scores& scores, float* __restrict__ lse, int num_rows, int lane) {
-    int t = lane & 3;
+    Scores& scores, float (&reference)[LANE_ROWS], bool is_set, float* __restrict__ lse,
+    int num_rows, int lane) {
+    float top[LANE_ROWS];
+    bool grew = !is_set;
 #pragma unroll
-    for (int column = 0; column < COLUMN_TILES; ++column)
+    for (int i = 0; i < LANE_ROWS; ++i) {
+        top[i] = NEG_INF;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            float top = NEG_INF, sum = 0.0f;
+        for (int row = 0; row < TOKEN_TILES; ++row)
+            top[i] = fmaxf(top[i], fmaxf(scores[i / 2][row][i % 2], scores[i / 2][row][i % 2 + 2]));
+        grew |= top[i] > reference[i] + SLACK;
+    }
+    if (__any_sync(FULL, grew)) {
 #pragma unroll
-            for (int row = 0; row < TOKEN_TILES; ++row)
-                top = fmaxf(top, fmaxf(scores[column][row][j], scores[column][row][j + 2]));
+        for (int i = 0; i < LANE_ROWS; ++i) {
 #pragma unroll
             for (int step = 4; step < 32; step *= 2)
-                top = fmaxf(top, __shfl_xor_sync(FULL, top, step));
-#pragma unroll
-            for (int row = 0; row < TOKEN_TILES; ++row)
-                sum += exp2_approx(scores[column][row][j] - top) +
-                       exp2_approx(scores[column][row][j + 2] - top);
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(FULL, sum, step);
-            int row = column * 8 + 2 * t + j;
-            if (lane < 4 && row < num_rows) lse[row] = top + log2f(sum);
+                top[i] = fmaxf(top[i], __shfl_xor_sync(FULL, top[i], step));
+            reference[i] = is_set ? fmaxf(top[i], reference[i]) : top[i];
         }
+    }
+    // Room for a power of two.
+    constexpr int COUNT = LANE_ROWS > 4 ? 8 : LANE_ROWS > 2 ? 4 : 2;
+    float sums[COUNT], references[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        sums[i] = references[i] = 0.0f;
+        if (i >= LANE_ROWS) continue;
+        references[i] = reference[i];
+#pragma unroll
+        for (int row = 0; row < TOKEN_TILES; ++row)
+            sums[i] += exp2_approx(scores[i / 2][row][i % 2] - reference[i]) +
+                       exp2_approx(scores[i / 2][row][i % 2 + 2] - reference[i]);
+    }
+    // Of COUNT sums over the lane's tokens, one over all tokens remains, that of value g / (8 /
+    // COUNT).
+    int g = lane >> 2, t = lane & 3;
+    fold_sums<COUNT>(sums, references, lane, 16);
+    if constexpr (COUNT >= 4) fold_sums<COUNT / 2>(sums, references, lane, 8);
+    if constexpr (COUNT >= 8) fold_sums<COUNT / 4>(sums, references, lane, 4);
+    if constexpr (COUNT == 2) sums[0] += __shfl_xor_sync(FULL, sums[0], 8);
+    if constexpr (COUNT <= 4) sums[0] += __shfl_xor_sync(FULL, sums[0], 4);
+    int value = g / (8 / COUNT), row = value / 2 * 8 + 2 * t + value % 2;
+    if (g % (8 / COUNT) == 0 && value < LANE_ROWS && row < num_rows)
+        lse[row] = references[0] + log2f(sums[0]);
 }
 
 // q: [tokens, num_kv_heads * QUERY_HEADS, HEAD_DIM]; request b's queries are the num_queries[b]
@@ -89,6 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) page_scores(
             if (row >= num_rows) return nullptr;
             return own + row / QUERY_HEADS * q_stride + row % QUERY_HEADS * q_head_stride;
         });
+        References references;
+        references.is_set = false;
         __syncthreads();
         int n = 0;
 #pragma unroll 1
@@ -102,8 +153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) page_scores(
             for (int pass = 0; pass < PASSES && pass * GROUP < num_rows; ++pass) {
                 Scores scores;
                 score_page(scores, query + pass * PASS_WORDS, part, scale_log2, lane);
-                store_sums(scores, row + pass * GROUP, num_rows - pass * GROUP, lane);
+                store_sums(scores, references.value[pass], references.is_set, row + pass * GROUP,
+                           num_rows - pass * GROUP, lane);
             }
+            references.is_set = true;
             __syncwarp();
             if (page_of(n + HALVES) < count) fetch(n + HALVES, next);
         }
