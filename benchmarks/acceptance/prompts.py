@@ -27,8 +27,8 @@ def package_sources() -> Sources:
 
 def english_pages() -> Sources:
     """Return the pages of this project."""
-    pages = (ROOT.glob(pattern) for pattern in ("LICENSE", "*.md", "[!.]*/README.md", "docs/**/*.md"))
-    return {"pages": [page for found in pages for page in sorted(found)]}
+    patterns = ("LICENSE", "*.md", "[!.]*/README.md", "docs/**/*.md")
+    return {"pages": [page for pattern in patterns for page in sorted(ROOT.glob(pattern))]}
 
 
 TEXTS: Mapping[str, Callable[[], Sources]] = {"code": package_sources, "english": english_pages}

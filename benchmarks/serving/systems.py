@@ -11,6 +11,7 @@ from serving.points import Model
 BASELINE = "bf16"
 EXACT, INT8 = (("--kvspec", f"--kvspec-target={name}") for name in ("exact", "int8"))
 ALL_PAGES = "--kvspec-draft-view=all"
+DETERMINISTIC = "--enable-deterministic-inference"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ SYSTEMS = {
         System("int8", INT8, target="int8"),
         System("exact-all", (*EXACT, ALL_PAGES), target="exact"),
         System("int8-all", (*INT8, ALL_PAGES), target="int8"),
+        System("bf16-deterministic", (DETERMINISTIC,)),
+        System("exact-deterministic", (*EXACT, DETERMINISTIC), target="exact"),
     )
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvspec.adapters.draft_operators import draft_operators
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.step_graphs import StepGraphs
 from sglang_kvspec.engine.batch import RoundBatch
@@ -85,7 +86,8 @@ class CudaGraphDrafter:
         if max_draft_len:
             # Drafts may round differently. But ranks whose collectives meet need equal graphs.
             is_alone = ranks.size == 1
-            self._drafts = capture(attention.make_draft_step, may_use_other_blas=is_alone)
+            with draft_operators():
+                self._drafts = capture(attention.make_draft_step, may_use_other_blas=is_alone)
         # Graphs that made the newest plain steps.
         self._advancing = self._target
         self.empty_step_s = self._short_target.time_empty_step()

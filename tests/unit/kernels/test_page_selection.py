@@ -15,8 +15,8 @@ MOST_QUERIES, MAX_PAGES, MOST_PAGES = 4, 40, 32
 # The CUDA kernel folds scales into queries and rounds these to fp16 (2^-11 of scores of about 4).
 TOLERANCE = {"triton": {"atol": 2e-5, "rtol": 2e-3}, "cuda": {"atol": 2e-5, "rtol": 8e-3}}
 # INT8 products round q times K's scales to multiples of 1 / 126 of the largest. For normally
-# distributed numbers, 128 channels and codes that are 4.3 from their middle, a score has an error of
-# 0.014 in log2 (one standard deviation), which is 1 % of a token's weight.
+# distributed numbers, 128 channels and codes that are 4.3 from their middle, a score has an error
+# of 0.014 in log2 (one standard deviation), which is 1 % of a token's weight.
 INT8_TOLERANCE = {"atol": 2e-5, "rtol": 3e-2}
 CODECS = {
     "uniform4": Uniform4Settings.for_page,
