@@ -8,13 +8,18 @@ from typing import NamedTuple
 import torch
 import triton
 
-from kvspec_kernels.jit.deterministic_attention import deterministic_attention_kernel
+from kvspec_kernels.jit.deterministic_attention import (
+    deterministic_attention_kernel,
+    merge_chunks_kernel,
+)
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 
 # Fixed sizes: another tile could compile to instructions that add in another order.
 BLOCK_ROWS = 64
 NUM_WARPS, NUM_STAGES = 4, 2
+# Tokens of a chunk. Shorter chunks would leave many parts to merge, and longer ones few programs.
+CHUNK_TOKENS = 4096
 
 
 class Past(NamedTuple):
@@ -32,6 +37,11 @@ class Past(NamedTuple):
     indices: torch.Tensor
 
 
+def num_chunks(num_pages: int, page_size: int) -> int:
+    """Return the number of chunks of a request with num_pages pages, past and tail together."""
+    return -(-num_pages // _chunk_pages(page_size))
+
+
 def deterministic_attention(
     q: torch.Tensor,
     past: Past,
@@ -39,6 +49,7 @@ def deterministic_attention(
     qo_indptr: torch.Tensor,
     max_qo_len: int,
     out: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from q [num_tokens, num_qo_heads, D] to the past and, causally, to the tail, with
     softmax scale 1 / sqrt(D). Returns `out`, or a new contiguous tensor like q. Rows that see no
@@ -46,10 +57,13 @@ def deterministic_attention(
 
     qo_indptr: [batch_size + 1] int32; request b's queries are its newest tokens, qo_indptr[b] ..
         qo_indptr[b + 1], at most max_qo_len. tail: as in VerifyAttention, pages after the past.
+    parts: [num_tokens, most num_chunks() of a request, num_qo_heads, D + 2] fp32 scratch memory, or
+        more tokens. With it, programs share the chunks of a request, which is faster for few
+        queries. Without it, a program has all of them.
     The bits of a row depend only on its query and on the K and V that it sees. One instruction
-    sequence adds the pages of past and tail in order, and no row is split over programs. Decoding
-    one token at a time, several at once or a prompt in chunks gives equal bits, if the rest of the
-    model is batch-invariant too. The cost is speed where few requests have long contexts.
+    sequence adds the pages of a chunk in order, whether past or tail, and chunks are merged in
+    order. Decoding one token at a time, several at once or a prompt in chunks gives equal bits, if
+    the rest of the model is batch-invariant too.
     Does not wait for the device, and allocates only `out`. Raises ValueError for tensors that do
     not fit and for page sizes that are not powers of two; indices are not checked.
     """
@@ -59,17 +73,35 @@ def deterministic_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if num_tokens == 0:
         return out
-    group = num_qo_heads // num_kv_heads
+    group, batch = num_qo_heads // num_kv_heads, len(qo_indptr) - 1
+    max_chunks = 1
+    if parts is not None:
+        _check_parts(parts, q)
+        max_chunks = parts.shape[1]
+    common = {
+        "out_ptr": out,
+        "parts_ptr": out if parts is None else parts,
+        "qo_indptr_ptr": qo_indptr,
+        "past_indptr_ptr": past.indptr,
+        "tail_lens_ptr": tail.lens,
+        "max_chunks": max_chunks,
+        "stride_out_token": out.stride(0),
+        "stride_out_head": out.stride(1),
+        "CHUNK_PAGES": _chunk_pages(page_size),
+        "GROUP": group,
+        "PAGE_SIZE": page_size,
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": max(16, triton.next_power_of_2(head_dim)),
+        "NUM_QO_HEADS": num_qo_heads,
+        "DTYPE": TRITON_DTYPES[q.dtype],
+        "INTERPRET": INTERPRETED,
+    }
     row_blocks = triton.cdiv(max_qo_len * group, BLOCK_ROWS)
-    deterministic_attention_kernel[(row_blocks, len(qo_indptr) - 1, num_kv_heads)](
+    deterministic_attention_kernel[(row_blocks, batch * max_chunks, num_kv_heads)](
         q_ptr=q,
-        out_ptr=out,
-        qo_indptr_ptr=qo_indptr,
-        past_indptr_ptr=past.indptr,
         past_slots_ptr=past.slots,
         tail_indptr_ptr=tail.indptr,
         tail_slots_ptr=tail.indices,
-        tail_lens_ptr=tail.lens,
         past_pages_ptr=past.indices,
         past_k_ptr=past.k,
         past_v_ptr=past.v,
@@ -78,25 +110,42 @@ def deterministic_attention(
         scale=math.log2(math.e) / math.sqrt(head_dim),
         stride_q_token=q.stride(0),
         stride_q_head=q.stride(1),
-        stride_out_token=out.stride(0),
-        stride_out_head=out.stride(1),
         stride_past_slot=past.k.stride(0),
         stride_past_head=past.k.stride(1),
         stride_past_token=past.k.stride(2),
         stride_tail_slot=tail.window_k.stride(0),
         stride_tail_head=tail.window_k.stride(2),
         stride_tail_token=tail.window_k.stride(1),
-        GROUP=group,
-        PAGE_SIZE=page_size,
-        HEAD_DIM=head_dim,
+        SPLIT=parts is not None,
         BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
-        DTYPE=TRITON_DTYPES[q.dtype],
-        INTERPRET=INTERPRETED,
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
+        **common,
     )
+    if parts is not None:
+        merge_chunks_kernel[(max_qo_len, batch, num_kv_heads)](
+            BLOCK_ROWS=triton.next_power_of_2(group), num_warps=1, **common
+        )
     return out
+
+
+def _chunk_pages(page_size: int) -> int:
+    return max(CHUNK_TOKENS // page_size, 1)
+
+
+def _check_parts(parts: torch.Tensor, q: torch.Tensor) -> None:
+    num_tokens, num_qo_heads, head_dim = q.shape
+    if parts.ndim != 4 or parts.shape[2:] != (num_qo_heads, head_dim + 2):
+        raise ValueError(
+            f"parts must be [tokens, chunks, {num_qo_heads}, {head_dim + 2}], "
+            f"got {list(parts.shape)}"
+        )
+    if len(parts) < num_tokens:
+        raise ValueError(f"parts must have room for {num_tokens} tokens, got {len(parts)}")
+    if parts.dtype != torch.float32 or parts.device != q.device or not parts.is_contiguous():
+        raise ValueError(
+            f"parts must be contiguous fp32 on {q.device}, got {parts.dtype} on {parts.device}"
+        )
 
 
 def _check(q: torch.Tensor, past: Past, tail: Tail, qo_indptr: torch.Tensor) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvspec_kernels.ops import deterministic_attention as ops
 from kvspec_kernels.ops.attention import Tail
-from kvspec_kernels.ops.deterministic_attention import Past, deterministic_attention
+from kvspec_kernels.ops.deterministic_attention import Past, deterministic_attention, num_chunks
 from kvspec_kernels.reference.attention import attend
 from kvspec_testkit.kernels.comparison import assert_within_reference
 
@@ -52,9 +53,9 @@ class Requests:
         pages = filled.unflatten(1, (count, self.page))
         return pages.transpose(2, 3) if by_head else pages
 
-    def attend(self, calls, max_qo_len=None):
+    def attend(self, calls, max_qo_len=None, *, shared=False):
         """Return the outputs of each call. calls: (request, first query, end, pages in the
-        past)."""
+        past). shared: programs share the chunks of a request."""
         pasts, tails, lens, queries = [], [], [], []
         for request, first, end, num_past in calls:
             kv = self.kv[request][:, :end]
@@ -71,8 +72,15 @@ class Requests:
             Tail(*tail, tail_indptr, tail_slots[tail_pages.long()], self._ints(lens)),
             self._indptr(counts),
             max_qo_len or int(counts.max()),
+            parts=self._parts(calls) if shared else None,
         )
         return out.cpu().split(counts.tolist())
+
+    def _parts(self, calls):
+        tokens = sum(end - first for _, first, end, _ in calls)
+        chunks = max(num_chunks(-(-end // self.page), self.page) for _, _, end, _ in calls)
+        shape = (tokens + 1, chunks + 1, self.heads * self.group, self.head_dim + 2)
+        return torch.full(shape, torch.nan, device=self.device)
 
     def _pool(self, parts, spare):
         """Return shuffled pages of all requests: (k, v), slots by page id, indptr, page ids."""
@@ -114,13 +122,22 @@ def a_row_at_a_time(device, monkeypatch):
         monkeypatch.setattr(np, "matmul", matmul)
 
 
+@pytest.fixture(params=[None, 2], ids=["one chunk", "chunks of two pages"])
+def chunk(request, monkeypatch):
+    """Chunks of a size, in pages."""
+    if request.param:
+        monkeypatch.setattr(ops, "_chunk_pages", lambda page_size: request.param)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
-def test_equals_the_reference(shape, device):
+def test_equals_the_reference(shape, device, chunk, shared):
     """Attend whole prompts at once, with pasts of no page, one page and several."""
     page = shape[0]
     lens = [1, 3 * page + 5, page, 2 * page + 1]
     requests = Requests(shape, lens, device)
-    outs = torch.cat(requests.attend([(i, 0, n, 0) for i, n in enumerate(lens)]))
+    calls = [(i, 0, n, 0) for i, n in enumerate(lens)]
+    outs = torch.cat(requests.attend(calls, shared=shared))
     finer = torch.float64 if shape[4] == FP32 else FP32
     exact = requests.reference(finer)
     # Half a unit in the last place, since the baseline may have no rounding error by chance.
@@ -131,7 +148,7 @@ def test_equals_the_reference(shape, device):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
-def test_the_same_bits_however_tokens_are_grouped(shape, device):
+def test_the_same_bits_however_tokens_are_grouped(shape, device, chunk):
     page = shape[0]
     lens = [4 * page + 9, page + 2]
     requests = Requests(shape, lens, device)
@@ -145,12 +162,15 @@ def test_the_same_bits_however_tokens_are_grouped(shape, device):
     # Verify over the end of a page, together with another request. Then compute these tokens one at
     # a time, with the page in the past, or still in the tail, in grids of other sizes.
     first = 4 * page - 3
-    verified = requests.attend([(1, page, lens[1], 1), (0, first, first + 7, 3)])
-    assert torch.equal(verified[1], whole[0][first : first + 7])
-    for position in range(first, first + 7):
-        for num_past in {position // page, 3, 0}:
-            one = requests.attend([(0, position, position + 1, num_past)], max_qo_len=40)
-            assert torch.equal(one[0][0], whole[0][position])
+    for shared in (False, True):
+        calls = [(1, page, lens[1], 1), (0, first, first + 7, 3)]
+        verified = requests.attend(calls, shared=shared)
+        assert torch.equal(verified[1], whole[0][first : first + 7])
+        for position in range(first, first + 7):
+            for num_past in {position // page, 3, 0}:
+                call = (0, position, position + 1, num_past)
+                one = requests.attend([call], max_qo_len=40, shared=shared)
+                assert torch.equal(one[0][0], whole[0][position])
 
 
 def test_rows_without_a_token(device):
