@@ -132,9 +132,12 @@ def deterministic_attention_kernel(
                 tail_slot = tl.load(tail_slots_ptr + first_tail + i, mask=i >= num_past, other=0)
                 past_place = past_slot * stride_past_slot + head * stride_past_head
                 tail_place = tail_slot.to(tl.int64) * stride_tail_slot + head * stride_tail_head
+                # The compiler does not see that either choice allows loads of 16 bytes.
                 stride_token = tl.where(is_past, stride_past_token, stride_tail_token)
+                stride_token = tl.multiple_of(stride_token, 16)
                 k_ptr = tl.where(is_past, past_k_ptr + past_place, tail_k_ptr + tail_place)
                 v_ptr = tl.where(is_past, past_v_ptr + past_place, tail_v_ptr + tail_place)
+                k_ptr, v_ptr = tl.multiple_of(k_ptr, 16), tl.multiple_of(v_ptr, 16)
                 position = i * PAGE_SIZE + offs_page
                 # Memory behind a request's last token may hold anything.
                 mask_kv = (position < num_tokens)[:, None] & mask_dim[None, :]

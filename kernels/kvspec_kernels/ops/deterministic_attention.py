@@ -168,6 +168,11 @@ def _check(q: torch.Tensor, past: Past, tail: Tail, qo_indptr: torch.Tensor) -> 
             raise ValueError(
                 f"k and v of {name} must have equal shapes and strides, and contiguous channels"
             )
+        if any(x.data_ptr() % 16 or any(n % 16 for n in x.stride()[:-1]) for x in (k, v)):
+            raise ValueError(
+                f"k and v of {name} must start at multiples of 16 bytes and have strides of "
+                f"multiples of 16 elements, got strides {k.stride()}"
+            )
     if q.stride(-1) != 1:
         raise ValueError("q must have contiguous channels")
     batch = len(qo_indptr) - 1

@@ -202,17 +202,22 @@ def test_no_queries(device):
         ({"page": 48}, "power of two"),
         ({"dtype": FP16}, "must be torch.float16"),
         ({"heads": 3}, "does not fit 3 KV heads"),
+        ({"head_dim": 72}, "multiples of 16 elements"),
+        ({"parts": (1, 1, 8, 64)}, r"parts must be \[tokens, chunks, 8, 66\]"),
+        ({"parts": (0, 1, 8, 66)}, "room for 1 tokens"),
     ],
 )
 def test_refuses_what_does_not_fit(change, message, device):
-    sizes = {"page": 64, "heads": 2, "dtype": BF16} | change
-    page, heads = sizes["page"], sizes["heads"]
+    sizes = {"page": 64, "heads": 2, "head_dim": 64, "dtype": BF16, "parts": None} | change
+    page, heads, head_dim = sizes["page"], sizes["heads"], sizes["head_dim"]
+    parts = sizes["parts"] and torch.zeros(sizes["parts"], device=device)
     zeros = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 2, 0, 2, 0, 1, 2)]
     with pytest.raises(ValueError, match=message):
         deterministic_attention(
-            torch.zeros(1, 8, 64, dtype=sizes["dtype"], device=device),
-            Past(*torch.zeros(2, 1, heads, page, 64, dtype=BF16, device=device), *zeros[:3]),
-            Tail(*torch.zeros(2, 1, page, heads, 64, dtype=BF16, device=device), *zeros[3:6]),
+            torch.zeros(1, 8, head_dim, dtype=sizes["dtype"], device=device),
+            Past(*torch.zeros(2, 1, heads, page, head_dim, dtype=BF16, device=device), *zeros[:3]),
+            Tail(*torch.zeros(2, 1, page, heads, head_dim, dtype=BF16, device=device), *zeros[3:6]),
             zeros[6],
             1,
+            parts=parts,
         )
