@@ -17,7 +17,7 @@ from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 
 # Fixed sizes: another tile could compile to instructions that add in another order.
 BLOCK_ROWS = 64
-NUM_WARPS, NUM_STAGES = 4, 2
+NUM_WARPS, NUM_STAGES = 4, 3
 # Tokens of a chunk. Shorter chunks would leave many parts to merge, and longer ones few programs.
 CHUNK_TOKENS = 4096
 
