@@ -1,6 +1,6 @@
 """Collect the figures of drafts that read a share of the pages into sparse.json.
 
-    python benchmarks/collect_sparse.py --views 32k=views_eval31m_32k.json \\
+    python benchmarks/collect_sparse.py --views eval31m_32k=views_eval31m_32k.json \\
         --serving sparse_serving.json --kernels page_selection.json --identity identity_pages.json
 
 Each part was written by its own script: bench_views.py, bench_serving.py, bench_page_selection.py,
@@ -32,7 +32,7 @@ KERNELS = ("draft_attention.16x32768.", "score.16x32768.", "select.16x32768.")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--views", nargs="+", default=[], metavar="LENGTH=FILE")
+    parser.add_argument("--views", nargs="+", default=[], metavar="PLACE=FILE")
     parser.add_argument("--kernels", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--serving", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--identity", nargs="*", default=[], metavar="FILE")
@@ -51,8 +51,8 @@ def main() -> None:
         return result
 
     for text in args.views:
-        length, name = text.split("=")
-        figures += views_figures(length, part(name))
+        place, name = text.split("=")
+        figures += views_figures(place, part(name))
     for name in args.kernels:
         figures += renamed(part(name)["figures"], KERNELS)
     for name in args.serving:
@@ -63,10 +63,9 @@ def main() -> None:
     write_json(args.out, "sparse", torch.device("cpu"), {"parts": parts}, figures)
 
 
-def views_figures(length: str, result: Mapping[str, Any]) -> list[Figure]:
-    """Return acceptance and shares of pages by view, and recall, at one context length."""
-    model = result["settings"]["model"].replace("-", "")
-    place = f"{model}_{length}"
+def views_figures(place: str, result: Mapping[str, Any]) -> list[Figure]:
+    """Return acceptance and shares of pages by view, and recall. place: name of the model and the
+    context length."""
     figures = []
     for row in result["figures"]:
         head, *middle, last = row["name"].split(".")

@@ -92,6 +92,11 @@ SPARSE_TITLES = {
         "0.94 or more",
     ),
     "sparse.pages_read.eval31m_16k.pages_0_1_4": ("pages read, share", "0.125 or less"),
+    "sparse.accept.smollm2_8k_more.pages_0_17_4.vs_all": (
+        "accepted drafts against all anchors, SmolLM2-135M, English, 8K, 0.17 of the pages",
+        "0.94 or more",
+    ),
+    "sparse.pages_read.smollm2_8k_more.pages_0_17_4": ("pages read, share", "0.2 or less"),
     "sparse.recall.eval31m_32k.predicted.age_12": (
         "recall of the mass of the best pages by predicted queries, 12 tokens old",
         "0.9 or more",
