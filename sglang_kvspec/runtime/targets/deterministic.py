@@ -24,6 +24,8 @@ from sglang_kvspec.runtime.verify_sizes import VerifySize
 
 # Most queries of a request whose chunks programs share. More queries fill the device by themselves.
 MOST_SHARED = 64
+# Most memory of partial results. Contexts of a million tokens would need gigabytes.
+MOST_BYTES = 2**30
 
 
 class Scratch:
@@ -34,14 +36,18 @@ class Scratch:
         self._kv, self._num_qo_heads = kv, num_qo_heads
         self._memory = torch.empty(0, dtype=torch.float32, device=kv.device)
 
-    def parts(self, num_tokens: int, num_pages: int) -> torch.Tensor:
-        """Return `parts` for num_tokens queries of requests with up to num_pages pages each."""
+    def parts(self, num_tokens: int, num_pages: int) -> torch.Tensor | None:
+        """Return `parts` for num_tokens queries of requests with up to num_pages pages each. None if
+        they would take more than MOST_BYTES: then a program has all chunks of a request."""
         geometry = self._kv.geometry
         chunks = max(num_chunks(num_pages, geometry.page_size), 1)
         shape = (num_tokens, chunks, self._num_qo_heads, geometry.head_dim + 2)
-        if len(self._memory) < math.prod(shape):
-            self._memory = self._memory.new_empty(math.prod(shape))
-        return self._memory[: math.prod(shape)].view(shape)
+        count = math.prod(shape)
+        if count * self._memory.itemsize > MOST_BYTES:
+            return None
+        if len(self._memory) < count:
+            self._memory = self._memory.new_empty(count)
+        return self._memory[:count].view(shape)
 
 
 class DeterministicAttention:
