@@ -16,7 +16,7 @@ from sglang_kvspec.runtime.ranks import Ranks
 
 # Raise it when this package computes other KV, or stores it in another way. Its own version would
 # differ between equal installations: from a git checkout, it names the commit.
-KV_VERSION = 1
+KV_VERSION = 2
 # Packages that compute KV: another version may round differently, or have an error.
 _VERSIONED = ("sglang", "torch")
 _KERNELS = ("flashinfer-python", "triton")
