@@ -37,8 +37,10 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.float32, device=kv.device)
 
     def parts(self, num_tokens: int, num_pages: int) -> torch.Tensor | None:
-        """Return `parts` for num_tokens queries of requests with up to num_pages pages each. None if
-        they would take more than MOST_BYTES: then a program has all chunks of a request."""
+        """Return `parts` for num_tokens queries of requests with up to num_pages pages each.
+
+        None if they would take more than MOST_BYTES: then a program has all chunks of a request.
+        """
         geometry = self._kv.geometry
         chunks = max(num_chunks(num_pages, geometry.page_size), 1)
         shape = (num_tokens, chunks, self._num_qo_heads, geometry.head_dim + 2)
