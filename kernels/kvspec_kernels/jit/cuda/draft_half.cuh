@@ -128,8 +128,10 @@ __device__ __forceinline__ void score_page(
     constexpr int VECTOR = CHANNEL_TILES % 4 == 0 ? 4 : 2;
 #if LOG4
     int base = *reinterpret_cast<const short*>(page);
-    u32 bias = (u32)(16 + (base & 15)) * 0x00400040u;
+    u32 bias = key_bias(base);
     float factor = __uint_as_float((u32)((base >> 4) + 14) << 23) * LEVEL_UNIT;
+#else
+    constexpr u32 bias = 0;
 #endif
 #pragma unroll
     for (int chunk = 0; chunk < K_ROWS; ++chunk) {
@@ -142,33 +144,16 @@ __device__ __forceinline__ void score_page(
         }
 #pragma unroll
         for (int tile = 0; tile < CHANNEL_TILES; tile += 2) {
-            // offset: centres in log4, zeros in uniform4.
-            int at = (chunk * HEAD_DIM + t * (HEAD_DIM / 4) + tile * 4);
-            Words<4> offset = load_shared<4>(page + (LOG4 ? K_META : K_META2) + at * 2);
-            u32 factor[4];
-#if LOG4
-            Words<2> scale = load_shared<2>(page + K_META2 + at);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                factor[i] = prmt(scale.w[i / 2], 0, i % 2 ? 0x4342 : 0x4140) * 64u + bias;
-#else
-            Words<4> scale = load_shared<4>(page + K_META + at * 2);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                factor[i] = to_half2(low_bf16(scale.w[i]), high_bf16(scale.w[i]));
-#endif
+            const KeyNumbers key(page, bias, chunk, tile, t);
 #pragma unroll
             for (int column = 0; column < COLUMN_TILES; ++column) {
                 const uint4* fragments = query + (column * CHANNEL_TILES + tile) * 32 + lane;
                 uint4 raw = fragments[0], scaled = fragments[32];
-                offsets[column].add(offset, raw);
+                offsets[column].add(key.offset, raw);
 #if !LOG4
-                scales[column].add(scale, raw);
+                scales[column].add(key.scale, raw);
 #endif
-                folded[column][tile][0] = half2_mul(factor[0], scaled.x);
-                folded[column][tile][1] = half2_mul(factor[1], scaled.y);
-                folded[column][tile + 1][0] = half2_mul(factor[2], scaled.z);
-                folded[column][tile + 1][1] = half2_mul(factor[3], scaled.w);
+                key.fold(folded[column], tile, scaled);
             }
         }
         float shift[COLUMN_TILES][2];

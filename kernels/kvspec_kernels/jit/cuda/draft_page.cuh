@@ -55,6 +55,45 @@ struct RowProduct {
     __device__ __forceinline__ float operator[](int j) const { return low[j] + high[2 + j]; }
 };
 
+// Returns what KeyNumbers adds to scales of log4. base: of the page.
+__device__ __forceinline__ u32 key_bias(int base) { return (u32)(16 + (base & 15)) * 0x00400040u; }
+
+// Numbers of a chunk of K for the columns of two channel tiles that a lane has.
+struct KeyNumbers {
+    Words<4> offset;  // bf16: centres in log4, zeros in uniform4
+#if !LOG4
+    Words<4> scale;  // bf16
+#endif
+    u32 factor[4];  // scales in fp16, in log4 relative to the page's base
+
+    // bias: key_bias() of the page.
+    __device__ __forceinline__ KeyNumbers(
+        const u8* page, u32 bias, int chunk, int tile, int t) {
+        int at = (chunk * HEAD_DIM + t * (HEAD_DIM / 4) + tile * 4);
+        offset = load_shared<4>(page + (LOG4 ? K_META : K_META2) + at * 2);
+#if LOG4
+        Words<2> scale = load_shared<2>(page + K_META2 + at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            factor[i] = prmt(scale.w[i / 2], 0, i % 2 ? 0x4342 : 0x4140) * 64u + bias;
+#else
+        scale = load_shared<4>(page + K_META + at * 2);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            factor[i] = to_half2(low_bf16(scale.w[i]), high_bf16(scale.w[i]));
+#endif
+    }
+
+    // Multiplies fragments of the query by the scales, for tiles `tile` and tile + 1.
+    __device__ __forceinline__ void fold(
+        u32 (&folded)[CHANNEL_TILES][2], int tile, const uint4& scaled) const {
+        folded[tile][0] = half2_mul(factor[0], scaled.x);
+        folded[tile][1] = half2_mul(factor[1], scaled.y);
+        folded[tile + 1][0] = half2_mul(factor[2], scaled.z);
+        folded[tile + 1][1] = half2_mul(factor[3], scaled.w);
+    }
+};
+
 #if !LOG4
 // Clears V's scales and zeros of tokens past the request's last one: they may be NaN.
 __device__ __forceinline__ void clear_tokens(u8* page, int valid, int lane) {

@@ -59,3 +59,31 @@ __device__ __forceinline__ void unpack(const u32* word, u32 (&a)[4]) {
     for (int i = 0; i < 4; ++i) a[i] = word[i / 2] & (i % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu);
 #endif
 }
+
+// Adds the products of K's codes, of token tiles `first` and first + 1, and of right operands.
+template <int COLUMNS>
+__device__ __forceinline__ void add_key_products(
+    int (&acc)[COLUMNS][2][4], const u32 (&bytes)[COLUMNS][CHANNEL_TILES], const u8* page,
+    int first, int lane) {
+    constexpr int VECTOR = vector_of(CHANNEL_STEPS * STEP_WORDS);
+    static_assert(VECTOR % STEP_WORDS == 0, "one load must bring all words of a product");
+#pragma unroll
+    for (int at = 0; at < CHANNEL_STEPS * STEP_WORDS; at += VECTOR) {
+        Words<VECTOR> word[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+            word[k] = load_codes<VECTOR>(
+                page + K_CODES, (first + k) * CHANNEL_STEPS * STEP_WORDS + at, lane);
+#pragma unroll
+        for (int i = 0; i < VECTOR; i += STEP_WORDS)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                u32 a[4];
+                unpack(word[k].w + i, a);
+                int tile = (at + i) / STEP_WORDS * 2;
+#pragma unroll
+                for (int column = 0; column < COLUMNS; ++column)
+                    mma_codes(acc[column][k], a, bytes[column][tile], bytes[column][tile + 1]);
+            }
+    }
+}

@@ -74,14 +74,13 @@ __device__ __forceinline__ float sum_of_codes(int bits) {
 __device__ __forceinline__ void score_page(
     Scores& scores, const uint4* query, const u8* page, float, int lane) {
     int t = lane & 3;
-    constexpr int VECTOR = vector_of(CHANNEL_STEPS * STEP_WORDS);
-    static_assert(VECTOR % STEP_WORDS == 0, "one load must bring all words of a product");
     const int none = FITS_MAGIC ? __float_as_int(MAGIC) : 0;
 #if LOG4
     int base = *reinterpret_cast<const short*>(page);
-    u32 bias = (u32)(16 + (base & 15)) * 0x00400040u;
+    u32 bias = key_bias(base);
     float unit = __uint_as_float((u32)((base >> 4) + 14) << 23) * UNIT;
 #else
+    constexpr u32 bias = 0;
     constexpr float unit = UNIT;
 #endif
 #pragma unroll
@@ -92,37 +91,21 @@ __device__ __forceinline__ void score_page(
         for (int column = 0; column < COLUMN_TILES; ++column) offsets[column].clear();
 #pragma unroll
         for (int tile = 0; tile < CHANNEL_TILES; tile += 2) {
-            // offset: centres in log4, zeros in uniform4.
-            int at = (chunk * HEAD_DIM + t * (HEAD_DIM / 4) + tile * 4);
-            Words<4> offset = load_shared<4>(page + (LOG4 ? K_META : K_META2) + at * 2);
-            u32 factor[4];
-#if LOG4
-            Words<2> scale = load_shared<2>(page + K_META2 + at);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                factor[i] = prmt(scale.w[i / 2], 0, i % 2 ? 0x4342 : 0x4140) * 64u + bias;
-#else
-            Words<4> scale = load_shared<4>(page + K_META + at * 2);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                factor[i] = to_half2(low_bf16(scale.w[i]), high_bf16(scale.w[i]));
-#endif
+            const KeyNumbers key(page, bias, chunk, tile, t);
+            u32 offset[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                offset.w[i] = to_half2(low_bf16(offset.w[i]), high_bf16(offset.w[i]));
+                offset[i] = to_half2(low_bf16(key.offset.w[i]), high_bf16(key.offset.w[i]));
 #if !LOG4
-                offset.w[i] = half2_fma(factor[i], MIDDLE_PAIR, offset.w[i]);
+                offset[i] = half2_fma(key.factor[i], MIDDLE_PAIR, offset[i]);
 #endif
             }
 #pragma unroll
             for (int column = 0; column < COLUMN_TILES; ++column) {
                 uint4 scaled = query[(column * CHANNEL_TILES + tile) * 16 + lane];
-                mma_f16(offsets[column].low, offset.w, scaled.x, scaled.z);
-                mma_f16(offsets[column].high, offset.w, scaled.y, scaled.w);
-                folded[column][tile][0] = half2_mul(factor[0], scaled.x);
-                folded[column][tile][1] = half2_mul(factor[1], scaled.y);
-                folded[column][tile + 1][0] = half2_mul(factor[2], scaled.z);
-                folded[column][tile + 1][1] = half2_mul(factor[3], scaled.w);
+                mma_f16(offsets[column].low, offset, scaled.x, scaled.z);
+                mma_f16(offsets[column].high, offset, scaled.y, scaled.w);
+                key.fold(folded[column], tile, scaled);
             }
         }
         float step[COLUMN_TILES][2], start[COLUMN_TILES][2];
@@ -148,25 +131,7 @@ __device__ __forceinline__ void score_page(
 #pragma unroll
             for (int column = 0; column < COLUMN_TILES; ++column)
                 for (int i = 0; i < 8; ++i) acc[column][i / 4][i % 4] = none;
-#pragma unroll
-            for (int at = 0; at < CHANNEL_STEPS * STEP_WORDS; at += VECTOR) {
-                Words<VECTOR> word[2];
-#pragma unroll
-                for (int k = 0; k < 2; ++k)
-                    word[k] = load_codes<VECTOR>(
-                        page + K_CODES, (first + k) * CHANNEL_STEPS * STEP_WORDS + at, lane);
-#pragma unroll
-                for (int i = 0; i < VECTOR; i += STEP_WORDS)
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        u32 a[4];
-                        unpack(word[k].w + i, a);
-                        int tile = (at + i) / STEP_WORDS * 2;
-#pragma unroll
-                        for (int column = 0; column < COLUMN_TILES; ++column)
-                            mma_codes(acc[column][k], a, bytes[column][tile], bytes[column][tile + 1]);
-                    }
-            }
+            add_key_products(acc, bytes, page, first, lane);
 #pragma unroll
             for (int column = 0; column < COLUMN_TILES; ++column)
 #pragma unroll
