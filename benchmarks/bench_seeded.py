@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from acceptance.prompts import cut_prompts, even_lengths
 from acceptance.report import Figure, write_json
+from bench_gpu_identity import engine, prompts_of_all_lengths
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORTEST = 100
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -58,9 +56,7 @@ console = Console(width=110)
 def main() -> None:
     args = parse_arguments()
     on_gpu = torch.cuda.is_available()
-    windows, _ = cut_prompts(args.model, args.prompts, args.longest)
-    lengths = even_lengths(args.prompts, SHORTEST, args.longest)
-    prompts = [w[:n] for w, n in zip(windows.tolist(), lengths, strict=True)]
+    prompts = prompts_of_all_lengths(args.model, args.prompts, args.longest)
     common: dict[str, Any] = {
         "model_path": str(args.model),
         "log_level": "error",
@@ -79,7 +75,7 @@ def main() -> None:
     settings = {
         "model": args.model.name,
         "prompts": len(prompts),
-        "prompt_tokens": f"{lengths[0]} to {lengths[-1]}",
+        "prompt_tokens": f"{min(map(len, prompts))} to {max(map(len, prompts))}",
         "new_tokens": args.new_tokens,
         "concurrency": {"drafting": args.concurrency, "drafting off": few},
         "cases": CASES,
@@ -120,18 +116,6 @@ def _cpu_arguments() -> dict[str, Any]:
 
 def _gpu_arguments() -> dict[str, Any]:
     return {"dtype": "bfloat16", "mem_fraction_static": 0.5, "sampling_backend": "pytorch"}
-
-
-@contextmanager
-def engine(**arguments: Any) -> Iterator[Any]:
-    """Start an sglang.Engine, and shut it down at the end."""
-    import sglang
-
-    server = sglang.Engine(**arguments)
-    try:
-        yield server
-    finally:
-        server.shutdown()
 
 
 def answers(
