@@ -20,6 +20,7 @@ from kvspec_patches import (
     kv_class,
     kv_release,
     last_loc,
+    matmul_persistent,
     mha_kv_pool,
     oot_mha_kv_pool,
     paged_clear,
@@ -169,6 +170,13 @@ HOOKS = (
         "cuda_kvspec",
         fused_kv_write.hook,
         remove_when="SGLang asks the pool whether kernels may write KV",
+    ),
+    Hook(
+        "sglang.srt.batch_invariant_ops.batch_invariant_ops.matmul_persistent",
+        "around",
+        "cuda_kvspec",
+        matmul_persistent.hook,
+        remove_when="SGLang's batch-invariant products are as fast without DeepGEMM",
     ),
     Hook(
         "sglang.srt.model_executor.pool_configurator.create_memory_pool_configurator",

@@ -21,6 +21,7 @@ from sglang_kvspec.adapters.compat.server_args import (
     add_deterministic_attention_backend_choices,
     add_radix_supported_deterministic_attention_backend_choices,
 )
+from sglang_kvspec.adapters.products import check_products
 from sglang_kvspec.adapters.target_choice import load_target_attention
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.kv.cache import PagedKVCache
@@ -92,6 +93,8 @@ def _attention_over(kv: PagedKVCache, runner: Any) -> ReferenceAttention | Devic
         args = runner.server_args
         config = config_of(args)
         assert config is not None, "a plain server has no KVSpec attention"
+        if args.enable_deterministic_inference:
+            check_products(kv.device, runner.dtype)
         make = load_target_attention(config, deterministic=args.enable_deterministic_inference)
         return DeviceAttention(kv, num_heads, make(kv, num_heads))
     assert isinstance(kv, ReferenceKVCache)

@@ -1,0 +1,159 @@
+"""Time what deterministic inference computes with on one GPU: products whose rows do not depend on
+the number of rows, and attention in one order. Compare the bits of batches and of single requests.
+
+usage: python benchmarks/bench_deterministic.py [--out PATH]
+
+products: the four weights of a layer of the 8B shape, by rows; against torch.mm, which splits sums
+by the number of rows, and against SGLang's batch-invariant operator. Also every tile by itself.
+attention: 16 requests of 32768 tokens, against the copy bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from acceptance.report import Figure, write_json
+from attention.deterministic_runs import DeterministicRuns
+from attention.shapes import MAIN
+from attention.timing import Timing, copy_bandwidth, measure
+from rich.console import Console
+from sglang.srt.batch_invariant_ops.batch_invariant_ops import matmul_persistent
+
+from kvspec_kernels.ops import products
+
+ROOT = Path(__file__).resolve().parents[1]
+# [N, K] of the weights of a layer.
+WEIGHTS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+}
+# One step of one request and of 16; verifications of 8 and 16 requests; parts of prompts.
+ROWS = (1, 16, 64, 104, 208, 336, 1024, 8192)
+COPIES = 4
+# Queries of each request: a step, and verifications.
+QUERIES = (1, 13, 16, 21)
+
+console = Console(width=120)
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = ROOT / "benchmarks" / "results" / "deterministic_kernels.json"
+    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--commit", help="commit to record (default: what git reports)")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    figures = [*attention_figures(), *product_figures()]
+    settings = {
+        "geometry": "8B shape: 32 query heads, 8 KV heads, head size 128, page 64, BF16",
+        "weights": {name: list(shape) for name, shape in WEIGHTS.items()},
+        "timing": "median of CUDA graph replays; weights rotate past the L2 cache",
+        "spread": "half the distance between the outer deciles",
+        "baseline": "torch.mm; for attention the copy bandwidth",
+    }
+    device = torch.device("cuda")
+    write_json(args.out, "deterministic_kernels", device, settings, figures, commit=args.commit)
+    console.print(f"written: {args.out}")
+
+
+def attention_figures() -> Iterator[Figure]:
+    """Time attention by the queries of a request, and count rows whose bits depend on the batch."""
+    bandwidth = copy_bandwidth()
+    yield Figure("copy.tbps", bandwidth / 1e12, "TB/s read plus written")
+    runs = DeterministicRuns(MAIN)
+    whole = runs.call(max(QUERIES))().clone()
+    for num_new in QUERIES:
+        ours = measure([runs.call(num_new)])
+        share = runs.nbytes() / ours.median_s / bandwidth
+        alone = runs.call(num_new, batch=1)()
+        expected = whole[:, -num_new:]
+        differ = _rows_that_differ(runs.call(num_new)(), expected)
+        differ += _rows_that_differ(alone, expected[:1])
+        name = f"attention.{MAIN}.{num_new}_queries"
+        console.print(f"{name}: {ours.microseconds:.0f} us, {share:.2f} of the copy, {differ=}")
+        yield _time(name, ours)
+        yield Figure(f"{name}.share_of_copy", share, "of copy bandwidth", None, 1.0)
+        yield Figure(f"{name}.rows_that_differ", differ, "rows", None, 0.0)
+
+
+def product_figures() -> Iterator[Figure]:
+    """Time products by rows, by weight and for a whole layer."""
+    layers: dict[tuple[int, str], list[Timing]] = {}
+    for name, (columns, depth) in WEIGHTS.items():
+        weights = [
+            torch.randn(columns, depth, device="cuda").bfloat16() / depth**0.5
+            for _ in range(COPIES)
+        ]
+        every = torch.randn(max(ROWS), depth, device="cuda").bfloat16()
+        expected = products.product(every, weights[0])
+        for count in ROWS:
+            rows = every[-count:]
+            times = {
+                "product": _timed(partial(products.product, rows), weights),
+                "torch": _timed(lambda weight, rows=rows: rows @ weight.t(), weights),
+                "sglang": _timed(lambda w, rows=rows: matmul_persistent(rows, w.t()), weights),
+            }
+            for system, timing in times.items():
+                layers.setdefault((count, system), []).append(timing)
+            label = f"product.{name}.{count}_rows"
+            ours = products.product(rows, weights[0])
+            differ = _rows_that_differ(ours, expected[-count:])
+            yield Figure(f"{label}.rows_that_differ", differ, "rows", None, 0.0)
+            text = ", ".join(f"{system} {each.microseconds:.1f}" for system, each in times.items())
+            console.print(f"{label}: {text} us, {differ=}")
+            for system, timing in times.items():
+                yield _time(f"{label}.{system}", timing)
+            yield from _tile_figures(label, rows, weights)
+        del weights, every, expected
+    for count in ROWS:
+        label = f"product.layer.{count}_rows"
+        total = {
+            system: sum(each.median_s for each in layers[count, system])
+            for system in ("product", "torch", "sglang")
+        }
+        vs_torch, vs_sglang = (total[other] / total["product"] for other in ("torch", "sglang"))
+        console.print(f"{label}: {vs_torch:.2f} of torch.mm, {vs_sglang:.2f} of SGLang's operator")
+        base = round(total["torch"] * 1e6, 2)
+        yield Figure(f"{label}.us", total["product"] * 1e6, "microseconds", None, base)
+        yield Figure(f"{label}.vs_torch", vs_torch, "times as fast", None, base)
+        base = round(total["sglang"] * 1e6, 2)
+        yield Figure(f"{label}.vs_sglang", vs_sglang, "times as fast", None, base)
+
+
+def _tile_figures(label: str, rows: torch.Tensor, weights: list[torch.Tensor]) -> Iterator[Figure]:
+    """Time every tile that choose_tile() has for this number of rows."""
+    if len(rows) <= products.FEW_ROWS:
+        tiles: tuple[products.Tile, ...] = (products.NARROW, products.PLAIN)
+    else:
+        tiles = products.WIDE
+    best = []
+    for tile in tiles:
+        timing = _timed(lambda w, tile=tile: products.multiply(rows, w, None, tile), weights)
+        best.append((timing.microseconds, f"{tile.rows}x{tile.columns}"))
+        yield _time(f"{label}.tile_{tile.rows}x{tile.columns}", timing)
+    console.print("  tiles: " + ", ".join(f"{tile} {us:.1f}" for us, tile in sorted(best)))
+
+
+def _timed(call: Call, weights: list[torch.Tensor]) -> Timing:
+    return measure([partial(call, weight) for weight in weights], replays=11)
+
+
+def _rows_that_differ(ours: torch.Tensor, expected: torch.Tensor) -> int:
+    """Compare rows of products [rows, N], or of attention [batch, queries, heads, head size]."""
+    differ = ours != expected
+    return int((differ if ours.ndim == 2 else differ.flatten(2)).any(dim=-1).sum())
+
+
+def _time(name: str, timing: Timing) -> Figure:
+    return Figure(f"{name}.us", timing.microseconds, "microseconds", timing.spread_s * 1e6)
+
+
+if __name__ == "__main__":
+    main()
