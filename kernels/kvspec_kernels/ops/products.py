@@ -54,7 +54,6 @@ WIDE = (
     Tile(64, 64, 128, num_warps=4, num_stages=4, microseconds=17),
     Tile(64, 128, 64, num_warps=4, num_stages=5, microseconds=21),
     Tile(128, 128, 64, num_warps=8, num_stages=5, microseconds=23),
-    Tile(256, 128, 64, num_warps=8, num_stages=4, microseconds=45),
     Tile(128, 256, 64, num_warps=8, num_stages=3, microseconds=44),
 )
 

@@ -104,7 +104,7 @@ def test_shapes_that_do_not_fit_are_refused():
         (65, 4096, WIDE[0]),
         (104, 6144, WIDE[1]),
         (208, 6144, WIDE[2]),
-        (8192, 4096, WIDE[4]),
+        (8192, 4096, WIDE[3]),
     ],
 )
 def test_tiles_fill_the_multiprocessors(num_rows, num_columns, expected):
