@@ -4,7 +4,8 @@ the number of rows, and attention in one order. Compare the bits of batches and 
 usage: python benchmarks/bench_deterministic.py [--out PATH]
 
 products: the four weights of a layer of the 8B shape, by rows; against torch.mm, which splits sums
-by the number of rows, and against SGLang's batch-invariant operator. Also every tile by itself.
+by the number of rows, and against what SGLang uses instead: its Triton kernel, and DeepGEMM where
+it is installed. Also every tile by itself.
 attention: 16 requests of 32768 tokens, against the copy bandwidth.
 """
 
@@ -21,7 +22,7 @@ from attention.deterministic_runs import DeterministicRuns
 from attention.shapes import MAIN
 from attention.timing import Timing, copy_bandwidth, measure
 from rich.console import Console
-from sglang.srt.batch_invariant_ops.batch_invariant_ops import matmul_persistent
+from sglang.srt.batch_invariant_ops import batch_invariant_ops
 
 from kvspec_kernels.ops import products
 
@@ -39,8 +40,19 @@ COPIES = 4
 # Queries of each request: a step, and verifications.
 QUERIES = (1, 13, 16, 21)
 
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Ways to multiply [M, K] rows by an [N, K] weight.
+SYSTEMS: dict[str, Product] = {
+    "product": products.product,
+    "torch": lambda rows, weight: rows @ weight.t(),
+    "sglang": lambda rows, weight: batch_invariant_ops._matmul_persistent_triton(rows, weight.t()),
+}
+if batch_invariant_ops.ENABLE_JIT_DEEPGEMM:
+    SYSTEMS["deepgemm"] = lambda rows, weight: batch_invariant_ops._matmul_persistent_deepgemm(
+        rows, weight.t()
+    )
+
 console = Console(width=120)
-Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 def main() -> None:
@@ -96,9 +108,8 @@ def product_figures() -> Iterator[Figure]:
         for count in ROWS:
             rows = every[-count:]
             times = {
-                "product": _timed(partial(products.product, rows), weights),
-                "torch": _timed(lambda weight, rows=rows: rows @ weight.t(), weights),
-                "sglang": _timed(lambda w, rows=rows: matmul_persistent(rows, w.t()), weights),
+                system: _timed(partial(multiply, rows), weights)
+                for system, multiply in SYSTEMS.items()
             }
             for system, timing in times.items():
                 layers.setdefault((count, system), []).append(timing)
@@ -114,17 +125,12 @@ def product_figures() -> Iterator[Figure]:
         del weights, every, expected
     for count in ROWS:
         label = f"product.layer.{count}_rows"
-        total = {
-            system: sum(each.median_s for each in layers[count, system])
-            for system in ("product", "torch", "sglang")
-        }
-        vs_torch, vs_sglang = (total[other] / total["product"] for other in ("torch", "sglang"))
-        console.print(f"{label}: {vs_torch:.2f} of torch.mm, {vs_sglang:.2f} of SGLang's operator")
-        base = round(total["torch"] * 1e6, 2)
-        yield Figure(f"{label}.us", total["product"] * 1e6, "microseconds", None, base)
-        yield Figure(f"{label}.vs_torch", vs_torch, "times as fast", None, base)
-        base = round(total["sglang"] * 1e6, 2)
-        yield Figure(f"{label}.vs_sglang", vs_sglang, "times as fast", None, base)
+        total = {system: sum(each.median_s for each in layers[count, system]) for system in SYSTEMS}
+        yield Figure(f"{label}.us", total["product"] * 1e6, "microseconds")
+        for system in list(SYSTEMS)[1:]:
+            ratio, base = total[system] / total["product"], round(total[system] * 1e6, 2)
+            console.print(f"{label}: {ratio:.2f} times as fast as {system}")
+            yield Figure(f"{label}.vs_{system}", ratio, "times as fast", None, base)
 
 
 def _tile_figures(label: str, rows: torch.Tensor, weights: list[torch.Tensor]) -> Iterator[Figure]:
@@ -141,7 +147,7 @@ def _tile_figures(label: str, rows: torch.Tensor, weights: list[torch.Tensor]) -
     console.print("  tiles: " + ", ".join(f"{tile} {us:.1f}" for us, tile in sorted(best)))
 
 
-def _timed(call: Call, weights: list[torch.Tensor]) -> Timing:
+def _timed(call: Callable[[torch.Tensor], torch.Tensor], weights: list[torch.Tensor]) -> Timing:
     return measure([partial(call, weight) for weight in weights], replays=11)
 
 
