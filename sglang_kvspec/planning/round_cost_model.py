@@ -23,6 +23,8 @@ PLAIN_BEST, PLAIN_FADE = 0.7, 0.02
 # Rate at which the estimate of what verifications read goes back to its first value. Kernels of
 # verifications may reach more of the memory's bandwidth.
 READS_FADE = 0.02
+# Rate at which the size of the largest verification is forgotten.
+LARGEST_FADE = 0.02
 # Least share of a verification that is left to run once all of it is enqueued. If less is left, the
 # device waited for the CPU. Otherwise the CPU waited for room in the device's queue.
 LEAST_LEFT = 0.15
@@ -52,7 +54,7 @@ class RoundCostModel:
         # Seconds of a draft step, over the tokens that its rows read.
         self._draft = _FadingLine(step, row_per_token)
         self._most_reads = self._request_reads = request_reads
-        self._token: float | None = None
+        self._token = _FadingRatio()
         self._enqueue: float | None = None
         self._between: float | None = None
         # Time of a step without drafts, relative to a draft step that reads the same bytes.
@@ -102,7 +104,7 @@ class RoundCostModel:
         if steps:
             if not self.has_measured:
                 self._draft.forget()
-                self._token = self._enqueue = None
+                self._token, self._enqueue = _FadingRatio(), None
             tokens = context if read is None else read
             self._draft.observe(drafted * max(tokens, 1.0) / steps, draft_s / steps)
             if self._plain is not None and self._plain > PLAIN_BEST:
@@ -128,12 +130,12 @@ class RoundCostModel:
             known = without_tokens.seconds([0] * len(verified_lens)) + num_piggyback * cost.row
             self._observe_reads(verify_s - known, cost.request * len(verified_lens))
             num_tokens = sum(verified_lens) + len(verified_lens)
-            per_token = max(0.0, verify_s - known) / num_tokens
+            excess_s = max(0.0, verify_s - known)
             if enqueue_s is not None and not had_to_wait:
-                self._token = _mean(self._token, per_token)
-            elif self._token is not None:
+                self._token.observe(num_tokens, excess_s)
+            else:
                 # The device may have waited for the CPU: this time per token is an upper bound.
-                self._token = min(self._token, per_token)
+                self._token.lower_to(excess_s / num_tokens)
 
     def _observe_reads(self, excess_s: float, reads_s: float) -> None:
         """Learn from a verification. excess_s: its seconds beyond those expected without tokens,
@@ -148,7 +150,7 @@ class RoundCostModel:
         step, per_token = self._draft.fit()
         row = per_token * (context if read is None else read)
         request = per_token * context * self._request_reads
-        costs = (step, row, request, self._token or 0.0)
+        costs = (step, row, request, self._token.value)
         return RoundCost(*costs, self._plain, self.enqueue_s, self.between_s, self._piggyback)
 
     def observe_plain(self, num_requests: int, context: float, step_s: float) -> None:
@@ -200,6 +202,29 @@ class _FadingLine:
         slope = max(0.0, (weight * xy - x * y) / spread) if spread > 0 else 0.0
         start = (y - slope * x) / weight
         return (start, slope) if start >= 0 else (0.0, xy / xx)
+
+
+class _FadingRatio:
+    """Ratio of two sums of measurements. What is measured counts by its size, and makes older
+    measurements fade by its size, too. Otherwise the rounds of a last request, with few tokens and
+    all that is wrong with the rest of the model, would decide the cost of tokens for the batch
+    after it."""
+
+    def __init__(self) -> None:
+        self._parts = self._whole = self._largest = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._whole / self._parts if self._parts else 0.0
+
+    def observe(self, parts: float, whole: float) -> None:
+        self._largest = max(parts, (1 - LARGEST_FADE) * self._largest)
+        keep = (1 - WEIGHT) ** (parts / self._largest)
+        self._parts = keep * self._parts + parts
+        self._whole = keep * self._whole + whole
+
+    def lower_to(self, ratio: float) -> None:
+        self._whole = min(self._whole, ratio * self._parts)
 
 
 def _mean(mean: float | None, value: float) -> float:

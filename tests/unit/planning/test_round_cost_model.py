@@ -413,6 +413,41 @@ def test_a_slow_draft_is_forgotten_when_drafts_are_tried_again():
     assert (learnt.step, learnt.row) == pytest.approx((true.step, true.row))
 
 
+def test_the_rounds_of_a_last_request_do_not_stop_drafts_of_the_next_batch():
+    """A verification of one request takes longer than its share of a batch's, and its last one has
+    no drafts. Divided by its only token, that time would make drafts seem dear."""
+    clock = RoundCostModel(STEP_S, READS, has_plain=True, row_per_token=ROW_S)
+    context, alone_s = 32768, STEP_S
+    wanted = plan_round([RoundRequest(0.95, 32)] * 16, true_cost(context))
+    assert any(wanted)
+
+    def play_alone(num_drafts):
+        cost = true_cost(context)
+        draft_s = num_drafts * (cost.step + cost.row)
+        clock.observe(
+            [num_drafts], context, draft_s, cost.seconds([num_drafts]) - draft_s + alone_s
+        )
+
+    def play_batch():
+        """Play a round of 16 requests. Return True if they drafted."""
+        lens = auto_lens(clock, context)
+        if any(lens):
+            play(clock, lens, context)
+        else:
+            clock.observe_plain(16, context, true_cost(context).seconds(lens))
+        return any(lens)
+
+    for _ in range(10):
+        play_batch()
+    for num_drafts in (8, 8, 2, 1, 0, 0, 0):
+        play_alone(num_drafts)
+    # Steps without drafts may be tried, too, since nothing was known of their cost.
+    assert sum(play_batch() for _ in range(10)) >= 8
+    for _ in range(20):
+        play_batch()
+    assert clock.cost(context).token == pytest.approx(TOKEN_S, rel=0.1)
+
+
 def test_where_drafts_never_pay_they_are_tried_rarely():
     clock = RoundCostModel(STEP_S, READS)
     tried = 0
