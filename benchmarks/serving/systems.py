@@ -50,6 +50,8 @@ GPU = (
 # KVSpec's prefill and its exact verification use FlashInfer, too. SGLang's default on Hopper is
 # FA3, which is not in SGLang's stripped wheel for machines without a package index.
 PLAIN_GPU = ("--attention-backend=flashinfer",)
+# Its deterministic prefills of 16384 tokens do not fit the workspace that SGLang gives it.
+PLAIN_DETERMINISTIC_GPU = ("--attention-backend=triton",)
 # The 8B shape keeps all residuals in HBM. Other models offload residuals if memory is scarce.
 KVSPEC = {"8b": ("--kvspec-host-gb=0",)}
 
@@ -75,8 +77,10 @@ def server_arguments(
         *((*GPU, f"--cuda-graph-max-bs-decode={max_running}") if on_gpu else CPU_ARGUMENTS),
         f"--max-running-requests={max_running}",
         *system.arguments,
-        *(PLAIN_GPU if on_gpu and system.target is None else ()),
     ]
+    if on_gpu and system.target is None:
+        is_deterministic = DETERMINISTIC in system.arguments
+        arguments += PLAIN_DETERMINISTIC_GPU if is_deterministic else PLAIN_GPU
     if system.target is not None:
         arguments += [f"--kvspec-codec={codec}", *KVSPEC.get(model.name, ()), *extra_kvspec]
     return [*arguments, *extra]
