@@ -11,7 +11,8 @@ is replayed, from a curve of bench_acceptance.py or from traces of bench_views.p
 other model is a folder. With weights, its acceptance is real and its prompts are text. Every point
 is written as soon as it is measured: its figures to --out, and its record to OUT.points.jsonl,
 which --merge reads. --merge writes both files, too. A later run adds its points to
-OUT.points.jsonl, and reports all points of that file.
+OUT.points.jsonl, and reports all points of that file: of a server's repeats the median, and of
+several servers the last.
 
 decode: prompts are sent once for one token, then again, from the prefix cache, for --output-len
 tokens. The rate covers the time in which all requests decode. end-to-end: prompts are sent once.
@@ -176,14 +177,13 @@ def main() -> int:
 
 
 def merge(args: argparse.Namespace) -> None:
-    """Write the records of --merge beside --out, one per point and system."""
+    """Write the records of --merge beside --out."""
     own = _own_points(args)
     if own.exists() and own.resolve() not in [path.resolve() for path in args.merge]:
         raise SystemExit(f"{own} has points already: add {own} to --merge, or give another --out")
-    # Find the first start among all records, before later ones replace earlier ones.
     found = [record for path in args.merge for record in records.read(path)]
     _check_codec(args, found)
-    records.write(own, records.latest(records.consecutive(found) if args.consecutive else found))
+    records.write(own, records.consecutive(found) if args.consecutive else found)
 
 
 def report(

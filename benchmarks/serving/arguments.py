@@ -33,7 +33,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     add("--waves", type=int, default=1,
         help="prompts per slot in the end-to-end pass (default: 1)")  # fmt: skip
     add("--repeat", type=int, default=1, metavar="N", help="measure each point N times in a row on "
-        "one server; --out keeps the last measurement, OUT.points.jsonl keeps all")  # fmt: skip
+        "one server; --out has the median, OUT.points.jsonl keeps all")  # fmt: skip
     add("--max-running", type=int, help="most running requests of each server (default: the "
         "highest concurrency of --points)")  # fmt: skip
     add_server_options(parser)

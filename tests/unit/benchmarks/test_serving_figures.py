@@ -186,6 +186,16 @@ def test_a_later_pass_replaces_an_earlier_one_alone():
     assert found.end_to_end == PASS
 
 
+def test_of_repeats_on_one_server_the_median_is_reported():
+    rates = (110.0, 30.0, 100.0)
+    repeats = [record("int8", rate=rate, decode=PASS) for rate in rates]
+    assert latest(repeats)[0].decode_rate.tokens_per_s == 100.0
+    assert latest(repeats[:2])[0].decode_rate.tokens_per_s == 30.0
+    # Another server replaces them, even with the same rates.
+    later = replace(repeats[1], start_s=99.0)
+    assert latest([*repeats, later])[0].decode_rate.tokens_per_s == 30.0
+
+
 def test_machines_are_not_compared():
     with pytest.raises(ValueError, match="different machines"):
         latest([record("bf16"), replace(record("int8"), machine="H100")])
