@@ -49,8 +49,9 @@ def rotation() -> Operator:
     rope = get_rope(HEAD_DIM, HEAD_DIM, 65536, 500000, True).cuda()
 
     def rotate(rows: torch.Tensor) -> torch.Tensor:
-        q = rows[:, : HEADS * HEAD_DIM].contiguous()
-        k = rows[:, : KV_HEADS * HEAD_DIM].contiguous()
+        # The kernel writes in place.
+        q = rows[:, : HEADS * HEAD_DIM].clone()
+        k = rows[:, : KV_HEADS * HEAD_DIM].clone()
         # A row's position must not depend on where the row lies: its largest value decides.
         positions = rows.float().abs().amax(dim=1).mul(1000).long() % 65536
         return torch.cat(rope(positions, q, k), dim=1)

@@ -1,0 +1,135 @@
+"""Collect the figures of deterministic inference into lossless.json.
+
+    python benchmarks/collect_lossless.py --serving deterministic_serving.points.jsonl \\
+        sparse_serving.points.jsonl --kernels deterministic_kernels.json \\
+        --identity identity_products_h100.json --seeded seeded_cpu.json
+
+Each part was written by its own script: bench_serving.py, bench_deterministic.py,
+bench_gpu_identity.py and bench_seeded.py. Paths are relative to benchmarks/results.
+`settings.parts` says where, when and at which commit each part was measured. A ratio of servers is
+that of the medians of their measurements, which `settings.rates` has in order. It comes from the
+first part that has both servers, since other parts ran on other machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from acceptance.report import Figure, write_json
+from serving import records
+from serving.points import label
+from serving.records import Record
+
+RESULTS = Path(__file__).resolve().parent / "results"
+OURS = "exact-deterministic"
+# Systems to compare with, and what the ratio is called.
+AGAINST = {
+    "exact": "vs_fast.exact",
+    "bf16": "vs_plain",
+    "bf16-deterministic": "vs_plain_deterministic",
+}
+# Figures of kernels that are collected.
+KERNELS = (".share_of_copy", ".rows_that_differ", ".vs_torch", ".vs_sglang", ".vs_deepgemm")
+IDENTITY = "identity.gpu.deterministic."
+
+# Decode rates in tokens a second, by point and system, in the order of their measurements.
+Rates = dict[str, dict[str, list[float]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--serving", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--kernels", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--identity", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--seeded", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--out", type=Path, default=RESULTS / "lossless.json")
+    args = parser.parse_args()
+    parts: dict[str, Any] = {}
+    rates: dict[str, Rates] = {}
+    figures: dict[str, Figure] = {}
+
+    def add(found: Iterable[Figure]) -> None:
+        for figure in found:
+            figures.setdefault(figure.name, figure)
+
+    def part(name: str) -> list[Mapping[str, Any]]:
+        result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        parts[name] = {key: result[key] for key in ("commit", "date", "machine")}
+        return list(result["figures"])
+
+    for name in args.serving:
+        measured = records.read(RESULTS / name)
+        first = measured[0]
+        parts[name] = {"commit": first.commit, "date": first.date, "machine": first.machine}
+        rates[name] = rates_of(measured)
+        add(serving_figures(rates[name]))
+        add(start_figures(measured))
+    for name in args.identity:
+        add(_renamed(row, IDENTITY, "lossless.exact.") for row in part(name))
+    for name in args.seeded:
+        add(_renamed(row) for row in part(name))
+    for name in args.kernels:
+        rows = [row for row in part(name) if row["name"].endswith(KERNELS)]
+        add(_renamed(row, "", "lossless.") for row in rows)
+    settings = {"parts": parts, "rates": rates, "spread": "of rates: half their range"}
+    write_json(args.out, "lossless", torch.device("cpu"), settings, list(figures.values()))
+
+
+def rates_of(measured: Iterable[Record]) -> Rates:
+    """Return the decode rates of a part."""
+    rates: Rates = {}
+    for record in measured:
+        place = label(record.model, record.context_len, record.concurrency)
+        assert record.decode_rate is not None, f"{place} {record.system} has no decode rate"
+        of_system = rates.setdefault(place, {}).setdefault(record.system, [])
+        of_system.append(record.decode_rate.tokens_per_s)
+    return rates
+
+
+def serving_figures(rates: Rates) -> list[Figure]:
+    """Return ratios to other systems, as lossless.vs_plain.32k, and the rates of a part."""
+    figures = []
+    for place, systems in rates.items():
+        context = place.split(".")[1]
+        for system, name in AGAINST.items():
+            if OURS in systems and system in systems:
+                ours, base = systems[OURS], systems[system]
+                ratio = median(ours) / median(base)
+                spread = ratio * (_spread(ours) / median(ours) + _spread(base) / median(base))
+                unit = f"x {system}, decode tokens/s, medians of {len(ours)} and {len(base)}"
+                figures.append(
+                    Figure(f"lossless.{name}.{context}", ratio, unit, spread, median(base))
+                )
+        for system, values in systems.items():
+            name = f"lossless.{place}.{system}.decode.tokens_per_s"
+            figures.append(Figure(name, median(values), "tokens/s", _spread(values)))
+    return figures
+
+
+def start_figures(measured: Iterable[Record]) -> list[Figure]:
+    """Return how much longer the deterministic server took from launch to healthy. It was the first
+    to start, so that it read from a cold disk."""
+    seconds = {record.system: record.start_s for record in measured}
+    if not {OURS, "exact"} <= seconds.keys():
+        return []
+    ours, base = seconds[OURS], seconds["exact"]
+    return [Figure("lossless.start.extra_seconds", round(ours - base, 1), "s", None, base)]
+
+
+def _spread(values: list[float]) -> float:
+    return (max(values) - min(values)) / 2
+
+
+def _renamed(row: Mapping[str, Any], old: str = "", new: str = "") -> Figure:
+    name = new + row["name"].removeprefix(old)
+    return Figure(name, row["value"], row["unit"], row["spread"], row["baseline"])
+
+
+if __name__ == "__main__":
+    main()
