@@ -122,6 +122,35 @@ SPARSE_TITLES = {
     ),
 }
 
+LOSSLESS_TITLES = {
+    "lossless.vs_fast.exact.32k": ("tokens/s against `exact` without the flag, 16 x 32K", "0.9"),
+    "lossless.vs_fast.exact.8k": ("the same, 16 x 8K", "0.9"),
+    "lossless.vs_plain.32k": (
+        "tokens/s against plain SGLang in bf16 without the flag, 16 x 32K",
+        "1.45",
+    ),
+    "lossless.vs_plain.8k": ("the same, 16 x 8K", ""),
+    "lossless.vs_plain_deterministic.8k": (
+        "tokens/s against plain SGLang with the flag, 16 x 8K",
+        "2.5",
+    ),
+    "lossless.start.extra_seconds": ("seconds that a start takes longer than without", "5 or less"),
+    "lossless.exact.mismatches_vs_draft_off": ("answers of 200 that differ from drafting off", "0"),
+    "lossless.exact.mismatches_vs_draft_off.without_logprobs": (
+        "the same, asked without log-probabilities",
+        "0",
+    ),
+    "lossless.seeded.mismatches": ("seeded answers of 325 that differ, on a CPU", "0"),
+    "lossless.attention.16x32768.13_queries.share_of_copy": (
+        "attention of 13 tokens of 16 x 32K, share of a copy's bandwidth",
+        "0.75",
+    ),
+    "lossless.attention.16x32768.21_queries.share_of_copy": ("the same, 21 tokens", ""),
+}
+# Ways to multiply, as they are called in figures.
+PRODUCTS = {"torch": "torch.mm", "sglang": "SGLang, Triton", "deepgemm": "DeepGEMM"}
+PRODUCT_ROWS = (1, 16, 64, 104, 208, 336, 1024, 8192)
+
 
 def main() -> None:
     tables_by_name = all_tables()
@@ -146,6 +175,8 @@ def all_tables() -> dict[str, str]:
         "transfer": transfer_table(_figures("transfer")),
         "hardening": _goals(hardening, HARDENING_TITLES),
         "sparse": _goals(_figures("sparse"), SPARSE_TITLES),
+        "lossless": _goals(_figures("lossless"), LOSSLESS_TITLES),
+        "products": products_table(_figures("deterministic_kernels")),
         "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),
         "serving": tables.block(),
         "summary": summary(),
@@ -187,6 +218,21 @@ def transfer_table(figures: list[dict[str, Any]]) -> str:
     baselines = {name: row["baseline"] for name, row in rows.items()}
     goals = {name: goal if isinstance(goal, float) else "" for name, goal in baselines.items()}
     return goal_table(rows, TRANSFER_TITLES, goals)
+
+
+def products_table(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Return the times of a layer's products by number of rows, and how many times as long others
+    take."""
+    values = {row["name"]: row["value"] for row in figures}
+    lines = [
+        f"| rows | us | {' | '.join(PRODUCTS.values())} |",
+        "|---|---|" + "---|" * len(PRODUCTS),
+    ]
+    for count in PRODUCT_ROWS:
+        name = f"product.layer.{count}_rows"
+        others = [f"{values[f'{name}.vs_{system}']:.2f}x" for system in PRODUCTS]
+        lines.append(f"| {count:,} | {values[f'{name}.us']:,.0f} | {' | '.join(others)} |")
+    return "\n".join(lines)
 
 
 def goal_table(
