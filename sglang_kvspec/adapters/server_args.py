@@ -90,6 +90,8 @@ def build_server_args(make: Callable[..., Any], arguments: Mapping[str, Any]) ->
         check_plain_prefix_cache(kwargs)
         activation.switch_off()
         return make(**kwargs | _default_device(kwargs))
+    if config.arithmetic == DETERMINISTIC:
+        kwargs["enable_deterministic_inference"] = True
     check_flags(config, kwargs)
     on_gpu = not activation.cpu_platform_is_active()
     activation.check_sglang_version(on_gpu=on_gpu)
@@ -180,9 +182,10 @@ def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             "unset): on a CPU, attention runs in plain torch"
         )
     if kwargs.get("enable_deterministic_inference"):
+        asked = _asked_for_determinism(config)
         raise UnsupportedError(
-            "--enable-deterministic-inference needs a GPU with --kvspec (on a CPU leave it unset): "
-            "SGLang's batch-invariant kernels need Triton"
+            f"{asked} needs a GPU with --kvspec (on a CPU leave it unset): SGLang's "
+            "batch-invariant kernels need Triton"
         )
     if kwargs.get("quantization") is not None:
         raise UnsupportedError(
@@ -218,10 +221,17 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     if name == DETERMINISTIC and page_size & (page_size - 1):
         asked = f"--kvspec-target-attention {config.target_attention}"
         if config.target_attention is None:
-            asked = "--enable-deterministic-inference"
+            asked = _asked_for_determinism(config)
         raise UnsupportedError(
             f"--page-size {page_size} cannot be combined with {asked} (allowed: powers of two)"
         )
+
+
+def _asked_for_determinism(config: KVSpecConfig) -> str:
+    """Return the flag that turned deterministic inference on."""
+    if config.arithmetic == DETERMINISTIC:
+        return f"--kvspec-arithmetic {DETERMINISTIC}"
+    return "--enable-deterministic-inference"
 
 
 def _page_size(kwargs: dict[str, Any]) -> int:

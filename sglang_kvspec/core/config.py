@@ -18,6 +18,7 @@ from sglang_kvspec.core.flags import (
     MAX_DRAFT_LEN,
     MAX_HOST_GB,
     MOST_RECENT_PAGES,
+    Arithmetic,
     Stream,
     Target,
 )
@@ -67,6 +68,7 @@ class KVSpecConfig:
 
     target: Target = DEFAULTS["target"]
     target_attention: str | None = DEFAULTS["target_attention"]
+    arithmetic: Arithmetic | None = DEFAULTS["arithmetic"]
     codec: str = DEFAULTS["codec"]
     anchor_bits: int | None = DEFAULTS["anchor_bits"]
     draft_len: int | Literal["auto"] = DEFAULTS["draft_len"]

@@ -127,6 +127,11 @@ def is_not_deterministic(config: Settings, server: Server) -> bool:
     return not server.arguments.get("enable_deterministic_inference")
 
 
+def is_not_contradicted(config: Settings, server: Server) -> bool:
+    """Return False for fast arithmetic where SGLang's flag asks for the other."""
+    return config.arithmetic != "fast" or is_not_deterministic(config, server)
+
+
 def has_default_pages(config: Settings, server: Server) -> bool:
     return server.arguments.get("page_size") in (None, DEFAULT_PAGE_SIZE)
 

@@ -23,6 +23,7 @@ from sglang_kvspec.core.flag_needs import (
     fits_host,
     fits_prefix_host,
     has_default_pages,
+    is_not_contradicted,
     is_not_deterministic,
     prefills_one_request,
     reads_all_pages,
@@ -38,6 +39,7 @@ from sglang_kvspec.core.seams import (
 )
 
 Target = Literal["exact", "int8"]
+Arithmetic = Literal["fast", "deterministic"]
 Stream = Literal["paced", "burst"]
 
 AUTO_DRAFT_LEN = "auto"
@@ -69,8 +71,9 @@ FLAGS: tuple[Flag, ...] = (
         server_needs=(
             ServerNeed(
                 is_not_deterministic,
-                "{flag} {value} cannot be combined with --enable-deterministic-inference (allowed: "
-                "exact): with {value}, results depend on the other requests of the batch",
+                "{flag} {value} cannot be combined with --enable-deterministic-inference or "
+                "--kvspec-arithmetic deterministic (allowed: exact): with {value}, results depend "
+                "on the other requests of the batch",
                 only_on_gpu=True,
             ),
             ServerNeed(
@@ -89,6 +92,23 @@ FLAGS: tuple[Flag, ...] = (
         "`--enable-deterministic-inference`",
         help="GPU kernels for attention at the target precision",
         note="each implementation serves one `--kvspec-target`: `deterministic` serves `exact`",
+    ),
+    Flag(
+        "arithmetic",
+        choice_of(Arithmetic),
+        default=None,
+        unset="`fast`; `deterministic` with `--enable-deterministic-inference`",
+        help="order of sums in the target's forwards: whatever is fastest (`fast`), or one that "
+        "makes results independent of other requests, of chunks and of drafts (`deterministic`)",
+        note="`deterministic` turns SGLang's `--enable-deterministic-inference` on, and needs a "
+        "GPU and `--kvspec-target exact`",
+        server_needs=(
+            ServerNeed(
+                is_not_contradicted,
+                "{flag} {value} cannot be combined with --enable-deterministic-inference (allowed: "
+                "deterministic)",
+            ),
+        ),
     ),
     Flag(
         "codec",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -22,7 +23,12 @@ from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.early_refusal import check_arguments
 from sglang_kvspec.adapters.environment import ENVIRONMENT_NAME
 from sglang_kvspec.adapters.model_check import check_model, model_config_of
-from sglang_kvspec.adapters.server_args import _implied, check_flags, check_gpu_flags
+from sglang_kvspec.adapters.server_args import (
+    _implied,
+    build_server_args,
+    check_flags,
+    check_gpu_flags,
+)
 from sglang_kvspec.core.config import KVSpecConfig, Transfer
 from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, UnsupportedError
 from sglang_kvspec.core.sglang_releases import UNTESTED_NAME, parse_version
@@ -183,6 +189,12 @@ def certificates(folder: Path, *peers: str) -> str:
         (f"{DECODE} {PREFIX_SERVER}", ["--kvspec-prefix-server", "keeps no prefixes"]),
         ("--enable-streaming-session", ["--enable-streaming-session", "partial pages"]),
         ("--enable-deterministic-inference", ["--enable-deterministic-inference", "needs a GPU"]),
+        ("--kvspec-arithmetic exact", ["--kvspec-arithmetic", "exact", "fast, deterministic"]),
+        ("--kvspec-arithmetic deterministic", ["--kvspec-arithmetic", "needs a GPU"]),
+        (
+            "--kvspec-arithmetic fast --enable-deterministic-inference",
+            ["--kvspec-arithmetic fast", "--enable-deterministic-inference", "deterministic"],
+        ),
         ("--rl-on-policy-target fsdp", ["--rl-on-policy-target", "fsdp", "leave it unset"]),
         ("--radix-cache-backend lmcache", ["--radix-cache-backend lmcache", "allowed: kvspec"]),
         ("--max-running-requests 0", ["--max-running-requests 0", "allowed: 1 or more"]),
@@ -469,6 +481,12 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
         ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
         ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
         (
+            {"arithmetic": "deterministic"},
+            {"page_size": 96} | DETERMINISTIC,
+            (9, 0),
+            "--page-size 96 .*--kvspec-arithmetic deterministic .*powers of two",
+        ),
+        (
             {"target_attention": "deterministic"},
             {"page_size": 96},
             (9, 0),
@@ -503,6 +521,22 @@ def test_what_a_gpu_cannot_serve_yet(
     for mode in get_args(Transfer):
         check_gpu_flags(KVSpecConfig(transfer=mode), PREFILL)
     check_gpu_flags(KVSpecConfig(prefix_server="tcp://127.0.0.1:5", prefix_host_gb=1), {})
+
+
+@pytest.mark.parametrize("arithmetic", ["fast", "deterministic", None])
+def test_arithmetic_of_a_gpu_server(
+    monkeypatch: pytest.MonkeyPatch, arithmetic: str | None
+) -> None:
+    monkeypatch.setattr(activation, "cpu_platform_is_active", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(activation, "switch_on", lambda config: None)
+    arguments = {"model_path": str(DEMO_MODEL), "dtype": "bfloat16", "kvspec": True}
+    if arithmetic is not None:
+        arguments["kvspec_arithmetic"] = arithmetic
+    made = build_server_args(lambda **fields: SimpleNamespace(**fields), arguments)
+    is_on = getattr(made, "enable_deterministic_inference", False)
+    assert is_on == (arithmetic == "deterministic")
 
 
 def test_prefix_cache_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

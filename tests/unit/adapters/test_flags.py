@@ -17,6 +17,7 @@ from sglang_kvspec.core.flags import FLAGS, SWITCH
 EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "target": ("int8", "int8", ""),
     "target_attention": ("exact", "exact", ""),
+    "arithmetic": ("fast", "fast", ""),
     "codec": ("log4", "log4", ""),
     "anchor_bits": ("2", 2, ""),
     "draft_len": ("7", 7, ""),

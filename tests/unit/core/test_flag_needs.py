@@ -90,8 +90,16 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         {"target": "int8"},
         {"enable_deterministic_inference": True},
         True,
-        "--kvspec-target int8 cannot be combined with --enable-deterministic-inference (allowed: "
-        "exact): with int8, results depend on the other requests of the batch",
+        "--kvspec-target int8 cannot be combined with --enable-deterministic-inference or "
+        "--kvspec-arithmetic deterministic (allowed: exact): with int8, results depend on the "
+        "other requests of the batch",
+    ),
+    (
+        {"arithmetic": "fast"},
+        {"enable_deterministic_inference": True},
+        False,
+        "--kvspec-arithmetic fast cannot be combined with --enable-deterministic-inference "
+        "(allowed: deterministic)",
     ),
     (
         {"target": "int8"},
@@ -162,6 +170,8 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
 FINE: list[tuple[Options, Options]] = [
     ({}, {}),
     ({}, {"enable_deterministic_inference": True, "page_size": 128, "prefill_max_requests": 2}),
+    ({"arithmetic": "fast"}, {"enable_deterministic_inference": False}),
+    ({"arithmetic": "deterministic"}, {"enable_deterministic_inference": True}),
     ({"host_gb": 64.0}, {"prefill_max_requests": 1}),
     ({"host_gb": 0}, {"prefill_max_requests": 2}),
     ({"target": "int8"}, {"page_size": 64}),

@@ -150,6 +150,9 @@ def test_each_field_of_the_configuration_is_a_flag() -> None:
 def test_a_field_has_the_type_of_its_flag(flag: Flag) -> None:
     hint = get_type_hints(KVSpecConfig)[flag.option]
     if isinstance(flag.kind, Choice):
+        if flag.default is None:
+            hint, none = get_args(hint)
+            assert none is type(None)
         assert get_origin(hint) is Literal
         assert get_args(hint) == flag.kind.choices
         return
