@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,12 +16,14 @@ def product(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
+    **others: Any,
 ) -> torch.Tensor:
     """Return a [M, K] @ b [K, N] + bias [N], in place of SGLang's batch-invariant `original`. What
-    the kernels do not take, such as fp32, goes to `original`, for all M alike."""
+    the kernels do not take goes to `original`, for all M alike: fp32, and other arguments, such as
+    out_dtype of 0.5.20."""
     weight = b.t()
-    if not products.takes(a, weight):
-        return original(a, b, bias=bias)
+    if others or not products.takes(a, weight):
+        return original(a, b, bias=bias, **others)
     return products.product(a, weight, bias)
 
 

@@ -17,9 +17,10 @@ class Original:
     def __init__(self):
         self.calls = []
 
-    def __call__(self, a, b, bias=None):
+    def __call__(self, a, b, bias=None, out_dtype=None):
         self.calls.append((a, b, bias))
-        return torch.addmm(bias, a, b) if bias is not None else a @ b
+        out = torch.addmm(bias, a, b) if bias is not None else a @ b
+        return out.to(out_dtype or out.dtype)
 
 
 @pytest.fixture
@@ -53,6 +54,14 @@ def test_what_the_kernels_do_not_take_goes_to_sglang(num_rows, kernel_calls):
     out = matmul_persistent.hook(original, rows, weight, bias=bias)
     assert torch.equal(out, torch.full((num_rows, 8), 65.0))
     assert len(original.calls) == 1
+    assert not kernel_calls
+
+
+def test_an_output_of_another_dtype_comes_from_sglang(kernel_calls):
+    original, rows = Original(), torch.ones(3, 64).bfloat16()
+    weight = torch.ones(8, 64).bfloat16()
+    out = matmul_persistent.hook(original, rows, weight.t(), out_dtype=torch.float32)
+    assert torch.equal(out, torch.full((3, 8), 64.0))
     assert not kernel_calls
 
 
