@@ -34,7 +34,7 @@ from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
-from sglang_kvspec.planning.draft_length import DraftCost
+from sglang_kvspec.planning.draft_length import DraftCost, most_auto_drafts
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.device_pages import DevicePages
@@ -277,6 +277,9 @@ def _scheduler_parts(
     parts: WorkerParts, clock: RoundCostModel, planner: ResidualPlanner, plain_steps: int
 ) -> SchedulerParts:
     page = parts.kv.plan.page_bytes
+    attention = parts.forward.attention
+    is_on_device = isinstance(attention, DeviceAttention)
+    tokens_of_a_pass = attention.tokens_of_a_pass if is_on_device else None
     return SchedulerParts(
         config=parts.config,
         round_costs=clock,
@@ -287,6 +290,7 @@ def _scheduler_parts(
         reads=DraftReads(parts.view, parts.kv.geometry.page_size),
         # No limit on a GPU: a round takes 0.1 s or less there, and its drafts are worth more.
         stream_round_s=None if isinstance(parts.kv, GpuKVCache) else CPU_STREAM_ROUND_S,
+        most_auto_drafts=most_auto_drafts(tokens_of_a_pass),
     )
 
 

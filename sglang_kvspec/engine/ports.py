@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.config import MOST_AUTO_DRAFTS, KVSpecConfig
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.schedule import RoundSchedule
@@ -136,6 +136,7 @@ class SchedulerParts:
     draft row, by the bytes that it reads. plain_steps: most tokens that a round without drafts
     takes at once, 0 where every token is verified. stream_round_s: most seconds that a round should
     take while a client reads a stream, None for no limit. reads: tokens that drafts read.
+    most_auto_drafts: most drafts of a request with draft_len auto, where no residual is fetched.
     """
 
     config: KVSpecConfig
@@ -146,6 +147,7 @@ class SchedulerParts:
     plain_steps: int = 0
     stream_round_s: float | None = None
     reads: DraftReads = field(default_factory=DraftReads)
+    most_auto_drafts: int = MOST_AUTO_DRAFTS
 
 
 class VerifyScheduler(Protocol):

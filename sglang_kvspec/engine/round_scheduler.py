@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from sglang_kvspec.core.config import AUTO_DRAFT_LEN, MOST_AUTO_DRAFTS
+from sglang_kvspec.core.config import AUTO_DRAFT_LEN
 from sglang_kvspec.engine.ports import SchedulerParts
 from sglang_kvspec.engine.schedule import RoundSchedule
 from sglang_kvspec.planning.link_rounds import LinkShare, plan_turns, share_of_speed
@@ -40,6 +40,7 @@ class RoundScheduler:
         self._price_ppm = 0
         self._longest = parts.config.max_draft_len
         self._plain_steps, self._stream_round_s = parts.plain_steps, parts.stream_round_s
+        self._most_auto_drafts = parts.most_auto_drafts
         self._last_lens: list[int] = []
 
     @property
@@ -61,7 +62,7 @@ class RoundScheduler:
         self._longest = self._config.max_draft_len
         if self._config.draft_len == AUTO_DRAFT_LEN and turns is None:
             # Nothing is fetched, so more drafts would not share the cost of a fetch.
-            self._longest = min(self._longest, MOST_AUTO_DRAFTS)
+            self._longest = min(self._longest, self._most_auto_drafts)
         caps = [
             self._cap(state, have[i], is_due=turns is None and i not in late)
             for i, state in enumerate(states)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_kvspec.core.config import MOST_AUTO_DRAFTS
+
+# Drafts that auto may always make.
+LEAST_AUTO_DRAFTS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
@@ -16,6 +21,18 @@ class DraftCost:
     draft: float = 0.35
     verify: float = 1.0
     verify_token: float = 0.02
+
+
+def most_auto_drafts(tokens_of_a_pass: int | None) -> int:
+    """Return the most drafts of a request with draft_len auto.
+
+    tokens_of_a_pass: tokens, the pending one among them, for which a verification reads the
+    request's KV once; None for no such limit.
+    """
+    if tokens_of_a_pass is None:
+        return MOST_AUTO_DRAFTS
+    # Of few tokens, hardly any would be drafts: then a second pass is better.
+    return min(max(tokens_of_a_pass - 1, LEAST_AUTO_DRAFTS), MOST_AUTO_DRAFTS)
 
 
 @dataclass(slots=True)

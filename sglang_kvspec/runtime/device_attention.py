@@ -214,6 +214,14 @@ class DeviceAttention:
         return [count for tile in self._target.query_tiles if (count := tile // group)]
 
     @property
+    def tokens_of_a_pass(self) -> int | None:
+        """Return for how many tokens of a request a verification reads its KV once, None if reading
+        it again costs little."""
+        rows = self._target.rows_of_a_pass
+        group = self._num_qo_heads // self.kv.geometry.num_kv_heads
+        return None if rows is None else max(rows // group, 1)
+
+    @property
     def splits_by_page(self) -> bool:
         """Return True if every page that a request's tokens are on is a part of its own."""
         return self._target.splits_by_page

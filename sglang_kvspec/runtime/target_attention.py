@@ -65,6 +65,8 @@ class TargetAttention(Protocol):
     short_steps_differ: short_step() makes another step than step().
     query_tiles: tokens times query heads of a KV head, ascending, at which a verification's kernel
     changes.
+    rows_of_a_pass: tokens times query heads of a KV head for which one pass over a request's KV is
+    enough. None if further passes cost little.
     """
 
     target: ClassVar[Target]
@@ -72,6 +74,7 @@ class TargetAttention(Protocol):
     splits_by_page: ClassVar[bool]
     short_steps_differ: ClassVar[bool]
     query_tiles: ClassVar[tuple[int, ...]]
+    rows_of_a_pass: ClassVar[int | None]
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None: ...
 

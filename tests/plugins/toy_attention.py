@@ -29,6 +29,7 @@ class PlainTorchAttention:
     splits_by_page: ClassVar[bool] = False
     short_steps_differ: ClassVar[bool] = False
     query_tiles: ClassVar[tuple[int, ...]] = (64,)
+    rows_of_a_pass: ClassVar[int | None] = None
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
         self._kv = kv

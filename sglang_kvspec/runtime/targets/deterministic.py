@@ -61,6 +61,8 @@ class DeterministicAttention:
     short_steps_differ: ClassVar[bool] = False
     # Query rows of one program of the kernel.
     query_tiles: ClassVar[tuple[int, ...]] = (64,)
+    # On an H200, 21 tokens of 16 requests with groups of 4 take 1.7 times as long as 16 tokens.
+    rows_of_a_pass: ClassVar[int | None] = 64
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
         self._kv = kv

@@ -38,6 +38,7 @@ class ExactTargetAttention:
     # Starting three kernels takes longer than reading a short context.
     short_steps_differ: ClassVar[bool] = True
     query_tiles: ClassVar[tuple[int, ...]] = TILES[:-1]
+    rows_of_a_pass: ClassVar[int | None] = None
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
         self._kv, self._num_qo_heads = kv, num_qo_heads

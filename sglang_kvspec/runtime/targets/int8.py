@@ -34,6 +34,7 @@ class Int8TargetAttention:
     short_steps_differ: ClassVar[bool] = False
     # Query rows that a block of the kernel handles at once, in columns of 8.
     query_tiles: ClassVar[tuple[int, ...]] = (16, 32, 64, 128)
+    rows_of_a_pass: ClassVar[int | None] = None
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
         geometry = kv.geometry

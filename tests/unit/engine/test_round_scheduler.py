@@ -23,13 +23,13 @@ def of_pages(rid, num_pages, num_drafts=0):
     return request_state(rid, committed_len=num_pages * SIZE, num_drafts=num_drafts)
 
 
-def make_scheduler(kv, measured, draft_len="auto", host_gb=None):
+def make_scheduler(kv, measured, draft_len="auto", host_gb=None, **limits):
     # Costs where verifying reads much more than drafting.
     cost = RoundCost(step=4e-3, row=0.3e-3, request=1.2e-3, token=0.02e-3)
     clock = SimpleNamespace(has_measured=measured, cost=lambda *_: cost)
     config = KVSpecConfig(draft_len=draft_len, host_gb=host_gb)
     planner = ResidualPlanner(kv)
-    return RoundScheduler(SchedulerParts(config, clock, planner, Ranks(), DraftCost()))
+    return RoundScheduler(SchedulerParts(config, clock, planner, Ranks(), DraftCost(), **limits))
 
 
 def test_a_late_request_has_no_say_in_what_others_draft(encoded):
@@ -41,6 +41,17 @@ def test_a_late_request_has_no_say_in_what_others_draft(encoded):
     crowded = scheduler.plan([*states, *many], range(2, 8)).lens
     assert crowded[:2] == alone
     assert crowded[2:] == [max(*alone, LATE_STEPS)] * 6
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_auto_drafts_no_more_than_one_pass_verifies(encoded, measured):
+    states = [of_pages("a", 4), of_pages("b", 4)]
+    free = make_scheduler(encoded(1), measured).plan(states).lens
+    assert min(free) > 2
+    assert make_scheduler(encoded(1), measured, most_auto_drafts=2).plan(states).lens == [2, 2]
+    # An asked length is kept.
+    asked = make_scheduler(encoded(1), measured, draft_len=9, most_auto_drafts=2)
+    assert asked.plan(states).lens == [9, 9]
 
 
 def test_a_late_request_drafts_up_to_its_cap(encoded):

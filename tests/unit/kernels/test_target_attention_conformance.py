@@ -105,8 +105,10 @@ def test_declarations(make_pair, implementation):
     tiles = implementation.query_tiles
     assert all(type(tile) is int and tile > 0 for tile in tiles)
     assert list(tiles) == sorted(set(tiles))
-    counts = make_pair(implementation).attention.query_counts
-    assert counts == [tile // 2 for tile in tiles]
+    attention = make_pair(implementation).attention
+    assert attention.query_counts == [tile // 2 for tile in tiles]
+    rows = implementation.rows_of_a_pass
+    assert attention.tokens_of_a_pass == (None if rows is None else rows // 2)
 
 
 @every_attention

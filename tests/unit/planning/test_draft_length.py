@@ -14,6 +14,7 @@ from sglang_kvspec.planning.draft_length import (
     DraftCost,
     best_draft_len,
     expected_tokens,
+    most_auto_drafts,
 )
 
 probabilities = st.floats(0, 0.9999)
@@ -128,3 +129,11 @@ def test_without_drafts_a_request_forgets_that_they_failed():
         seen.append(estimate.probability)
     assert seen == sorted(seen)
     assert seen[-1] == pytest.approx(0.95, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(None, 31), (128, 31), (32, 31), (16, 15), (4, 3), (1, 3)]
+)
+def test_auto_drafts_what_one_pass_verifies(tokens, expected):
+    """The pending token is verified, too."""
+    assert most_auto_drafts(tokens) == expected
