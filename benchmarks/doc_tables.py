@@ -17,6 +17,7 @@ from typing import Any
 
 from flag_tables import flag_tables
 from metric_tables import metric_tables
+from releases.tables import release_tables
 from serving import tables
 from serving.summary_table import summary
 from ttkt.doc_table import gpu_lines
@@ -182,6 +183,7 @@ def all_tables() -> dict[str, str]:
         "summary": summary(),
         **flag_tables(),
         **metric_tables(),
+        **release_tables(RESULTS / "releases.json"),
     }
 
 
