@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-pd serve test test-gpu compat identity soak fuzz check docs \
+.PHONY: help env demo demo-pd serve test test-gpu compat releases identity soak fuzz check docs \
 	bench-acceptance clean
 
 # The SGLang of the environment. Each release but the default has an environment of its own.
@@ -73,6 +73,9 @@ test-gpu: ## tests of the kernels on a CUDA device: make test-gpu PYTHON=/path/t
 compat: $(INSTALLED) ## a sample of the tests on every SGLang that is supported: 15 minutes each
 	$(PYTHON) benchmarks/check_compat.py $(ARGS)
 
+releases: $(INSTALLED) ## names that KVSpec uses in SGLang's wheels, which are downloaded: 1 minute
+	$(PYTHON) benchmarks/check_releases.py $(ARGS)
+
 identity: $(INSTALLED) ## every prompt, model, codec and scenario against plain SGLang: hours
 	$(PYTHON) -m pytest tests/sglang -m identity \
 		--identity-report benchmarks/results/identity.json $(PYTEST_ARGS)
@@ -84,7 +87,7 @@ soak: $(INSTALLED) ## half an hour of random traffic against plain SGLang's answ
 fuzz: $(INSTALLED) ## 10,000 generated requests to servers of every role: about 15 minutes
 	$(PYTHON) benchmarks/bench_hardening.py --pairs 0 --refusals 1 --out .kvspec/fuzz.json $(ARGS)
 
-check: $(INSTALLED) ## formatting, lint, types, layers, language and documentation
+check: $(INSTALLED) ## formatting, lint, types, layers, language, names of SGLang, documentation
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs kv planning runtime engine transport \
@@ -92,6 +95,7 @@ check: $(INSTALLED) ## formatting, lint, types, layers, language and documentati
 		benchmarks/planner
 	$(PYTHON) -m pytest -q tests/test_layers.py
 	$(PYTHON) benchmarks/check_words.py
+	$(PYTHON) benchmarks/check_releases.py --cached
 	$(PYTHON) -m mkdocs build
 
 docs: $(INSTALLED) ## tables from results and code, then the site in .kvspec/site; broken links fail
