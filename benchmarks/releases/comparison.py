@@ -1,4 +1,4 @@
-"""What each release of SGLang has of the names that KVSpec uses, and what breaks KVSpec."""
+"""Comparison of the names that KVSpec uses with those of a release, and what breaks KVSpec."""
 
 from __future__ import annotations
 
