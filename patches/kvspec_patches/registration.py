@@ -1,11 +1,15 @@
-"""Registration of the hooks of each scope with SGLang, and a check that SGLang applied them."""
+"""Registration of the hooks of each scope with SGLang, and a check that calls of SGLang's symbols
+reach them."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
 from importlib import metadata
+from pkgutil import resolve_name
 from typing import Any
 
 from kvspec_patches.hook import Hook, Scope
@@ -17,6 +21,17 @@ PLUGIN_NAME, DISTRIBUTION_NAME = "kvspec", "sglang-kvspec"
 _registered: set[Scope] = set()
 # Attributes that were set, by target.
 _attributes: dict[str, Callable[..., Any]] = {}
+# True while this thread asks whether a call of a symbol reaches our hook.
+_is_probing: ContextVar[bool] = ContextVar("_is_probing", default=False)
+
+
+class Reached(BaseException):
+    """Raised by a hook that a probe has reached, in place of any work. Not an Exception, so that no
+    hook of another plugin takes it for an error."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
 
 
 def hooks_of(*scopes: Scope) -> list[Hook]:
@@ -52,10 +67,38 @@ def register_scope(scope: Scope) -> None:
     source = hook_registry.HookSource(PLUGIN_NAME, DISTRIBUTION_NAME)
     for hook in hooks_of(scope):
         if hook.kind != "attribute":
+            function, kind = _guarded(hook)
             hook_registry.HookRegistry.register(
-                hook.target, hook.function, hook_registry.HookType(hook.kind), source=source
+                hook.target, function, hook_registry.HookType(kind), source=source
             )
     _set_attributes()
+
+
+def _guarded(hook: Hook) -> tuple[Callable[..., Any], str]:
+    """Return the function to register, and SGLang's name for its kind. A probe ends it before
+    anything is done. A hook that comes after the original becomes one around it, since SGLang would
+    run the original before the guard."""
+    function, kind = hook.function, hook.kind
+    if kind == "after":
+        function, kind = _around_for_after(function), "around"
+
+    @wraps(hook.function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if _is_probing.get():
+            raise Reached(hook.function)
+        return function(*args, **kwargs)
+
+    return guarded, kind
+
+
+def _around_for_after(function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        # As SGLang has it: None leaves the result as it is.
+        changed = function(result, *args, **kwargs)
+        return result if changed is None else changed
+
+    return around
 
 
 def _set_attributes() -> None:
@@ -66,7 +109,7 @@ def _set_attributes() -> None:
             continue
         if (owner := _loaded_owner(hook)) is not None:
             name = hook.target.rpartition(".")[2]
-            hooked = _around(hook.function, getattr(owner, name))
+            hooked = _around(_guarded(hook)[0], getattr(owner, name))
             setattr(owner, name, hooked)
             _attributes[hook.target] = hooked
 
@@ -105,15 +148,45 @@ def apply_hooks() -> None:
     _set_attributes()
 
 
+def _is_reached(hook: Hook) -> bool:
+    """Call a patched symbol, as SGLang would, and return True if our function is what runs first.
+    The guard of the function ends the call."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if hook.kind == "attribute" and _loaded_owner(hook) is None:
+        return True
+    if len(HookRegistry._hooks.get(hook.target, ())) > 1:
+        # A hook of another plugin may run first, and would not know a call without arguments.
+        return True
+    token = _is_probing.set(True)
+    try:
+        resolve_name(hook.target)()
+    except Reached as reached:
+        return reached.function is hook.function
+    except Exception:
+        # Whatever took our place needs arguments.
+        return False
+    finally:
+        _is_probing.reset(token)
+    return False
+
+
 def verify_applied(*scopes: Scope) -> None:
-    """Raise HookError naming every symbol of these scopes that is not patched.
+    """Raise HookError naming every symbol of these scopes that is not patched, and every one whose
+    calls do not reach our hook, because something else was put in its place.
 
     SGLang logs a hook that fails to apply and serves on; a half-patched server would not be safe.
     """
-    if missing := [hook.target for hook in hooks_of(*scopes) if not _is_applied(hook)]:
+    hooks = hooks_of(*scopes)
+    if missing := [hook.target for hook in hooks if not _is_applied(hook)]:
         raise HookError(
             f"--kvspec cannot start: hooks did not apply to {', '.join(missing)} of SGLang "
             f"{metadata.version('sglang')}"
+        )
+    if lost := [hook.target for hook in hooks if not _is_reached(hook)]:
+        raise HookError(
+            f"--kvspec cannot start: calls of {', '.join(lost)} of SGLang "
+            f"{metadata.version('sglang')} do not reach KVSpec's hooks"
         )
 
 
