@@ -13,7 +13,7 @@ import torch
 from acceptance.report import Figure, write_json
 from attention import encode_cases, flashinfer_runs, kvspec_runs
 from attention.shapes import ARITHMETIC_SHAPES, GRID, KV_HEADS, MAIN
-from attention.timing import Timing, copy_bandwidth, measure
+from attention.timing import Timing, copy_bandwidth, measure, time_figure
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,14 +75,17 @@ def draft_figures(bandwidth: float) -> list[Figure]:
     base = measure(flashinfer_runs.decode_calls(MAIN, BF16))
     fp8 = measure(flashinfer_runs.decode_calls(MAIN, FP8))
     name = f"attn.draft.{MAIN}"
-    figures = [_time(f"{name}.flashinfer_bf16", base), _time(f"{name}.flashinfer_fp8", fp8)]
+    figures = [
+        time_figure(f"{name}.flashinfer_bf16", base),
+        time_figure(f"{name}.flashinfer_fp8", fp8),
+    ]
     best: tuple[float, Figure, Figure] | None = None
     for codec, settings in kvspec_runs.CODECS.items():
         ours = measure(kvspec_runs.draft_calls(settings, MAIN))
         nbytes = MAIN.num_pages * KV_HEADS * kvspec_runs.record_bytes(settings)
         share = _share(f"{name}.{codec}", nbytes, ours, bandwidth)
         ratio = _ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours)
-        figures += [_time(f"{name}.{codec}", ours), share, ratio]
+        figures += [time_figure(f"{name}.{codec}", ours), share, ratio]
         layers = Figure(
             f"{name}.{codec}.ms_32_layers", ours.median_s * LAYERS * 1e3, "ms", None, 5.8
         )
@@ -106,7 +109,7 @@ def _two_bit_figures(base: Timing) -> list[Figure]:
     for codec, settings in kvspec_runs.TWO_BIT_CODECS.items():
         ours = measure(kvspec_runs.draft_calls(settings, MAIN))
         ratios.append(_ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours))
-        figures += [_time(f"{name}.{codec}", ours), ratios[-1]]
+        figures += [time_figure(f"{name}.{codec}", ours), ratios[-1]]
         _show(f"2-bit draft {MAIN} {codec}", ours, base)
     best = max(ratios, key=lambda figure: figure.value)
     suffix = "vs_flashinfer_bf16"
@@ -157,7 +160,7 @@ def verify_figures(bandwidth: float) -> list[Figure]:
         for backend in ("fa2", "fa3"):
             bases[backend] = measure(flashinfer_runs.append_calls(MAIN, num_new, backend))
             name = f"attn.verify{num_new}.{MAIN}.flashinfer_bf16_{backend}"
-            figures.append(_time(name, bases[backend]))
+            figures.append(time_figure(name, bases[backend]))
             torch.cuda.empty_cache()
         base = min(bases.values(), key=lambda timing: timing.median_s)
         best: Figure | None = None
@@ -167,7 +170,7 @@ def verify_figures(bandwidth: float) -> list[Figure]:
             ratio = _ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours)
             nbytes = MAIN.num_pages * KV_HEADS * kvspec_runs.refined_bytes(settings)
             share = _share(f"{name}.{codec}", nbytes, ours, bandwidth)
-            figures += [_time(f"{name}.{codec}", ours), share, ratio]
+            figures += [time_figure(f"{name}.{codec}", ours), share, ratio]
             if best is None or ratio.value > best.value:
                 best = ratio
             _show(f"verify {num_new} {MAIN} {codec}", ours, base)
@@ -203,10 +206,6 @@ def encode_figures(bandwidth: float) -> list[Figure]:
     name = "append.us_per_layer"
     figures.append(Figure(name, append_s * 1e6, "microseconds", spread_s * 1e6, 6.0))
     return figures
-
-
-def _time(name: str, timing: Timing) -> Figure:
-    return Figure(f"{name}.us", timing.microseconds, "microseconds", timing.spread_s * 1e6)
 
 
 def _ratio(name: str, base: Timing, ours: Timing) -> Figure:

@@ -20,7 +20,7 @@ import torch
 from acceptance.report import Figure, write_json
 from attention.deterministic_runs import DeterministicRuns
 from attention.shapes import MAIN
-from attention.timing import Timing, copy_bandwidth, measure
+from attention.timing import Timing, copy_bandwidth, measure, time_figure
 from rich.console import Console
 from sglang.srt.batch_invariant_ops import batch_invariant_ops
 
@@ -90,7 +90,7 @@ def attention_figures() -> Iterator[Figure]:
         differ += _rows_that_differ(alone, expected[:1])
         name = f"attention.{MAIN}.{num_new}_queries"
         console.print(f"{name}: {ours.microseconds:.0f} us, {share:.2f} of the copy, {differ=}")
-        yield _time(name, ours)
+        yield time_figure(name, ours)
         yield Figure(f"{name}.share_of_copy", share, "of copy bandwidth", None, 1.0)
         yield Figure(f"{name}.rows_that_differ", differ, "rows", None, 0.0)
 
@@ -120,7 +120,7 @@ def product_figures() -> Iterator[Figure]:
             text = ", ".join(f"{system} {each.microseconds:.1f}" for system, each in times.items())
             console.print(f"{label}: {text} us, {differ=}")
             for system, timing in times.items():
-                yield _time(f"{label}.{system}", timing)
+                yield time_figure(f"{label}.{system}", timing)
             yield from _tile_figures(label, rows, weights)
         del weights, every, expected
     for count in ROWS:
@@ -143,7 +143,7 @@ def _tile_figures(label: str, rows: torch.Tensor, weights: list[torch.Tensor]) -
     for tile in tiles:
         timing = _timed(lambda w, tile=tile: products.multiply(rows, w, None, tile), weights)
         best.append((timing.microseconds, f"{tile.rows}x{tile.columns}"))
-        yield _time(f"{label}.tile_{tile.rows}x{tile.columns}", timing)
+        yield time_figure(f"{label}.tile_{tile.rows}x{tile.columns}", timing)
     console.print("  tiles: " + ", ".join(f"{tile} {us:.1f}" for us, tile in sorted(best)))
 
 
@@ -155,10 +155,6 @@ def _rows_that_differ(ours: torch.Tensor, expected: torch.Tensor) -> int:
     """Compare rows of products [rows, N], or of attention [batch, queries, heads, head size]."""
     differ = ours != expected
     return int((differ if ours.ndim == 2 else differ.flatten(2)).any(dim=-1).sum())
-
-
-def _time(name: str, timing: Timing) -> Figure:
-    return Figure(f"{name}.us", timing.microseconds, "microseconds", timing.spread_s * 1e6)
 
 
 if __name__ == "__main__":

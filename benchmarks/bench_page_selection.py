@@ -13,7 +13,7 @@ import torch
 from acceptance.report import Figure, write_json
 from attention import kvspec_runs, selection_runs
 from attention.shapes import KV_HEADS, MAIN, Shape
-from attention.timing import Timing, copy_bandwidth, measure
+from attention.timing import Timing, copy_bandwidth, measure, time_figure
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +51,7 @@ def main() -> None:
 def attention_figures(name: str, codec: kvspec_runs.CodecSpec, shape: Shape) -> list[Figure]:
     """Time draft attention over shares of the pages, by both back ends at SHARE."""
     every = measure(kvspec_runs.draft_calls(codec, shape))
-    figures = [_time(f"draft_attention.{name}.all", every)]
+    figures = [time_figure(f"draft_attention.{name}.all", every)]
     for share in SHARES:
         ours = measure(selection_runs.listed_calls(codec, shape, share))
         figures += _against(f"draft_attention.{name}.listed_{share:g}", every, ours)
@@ -70,7 +70,7 @@ def selection_figures(shape: Shape, bandwidth: float) -> list[Figure]:
             name = f"score.{shape}.{codec}.{count}_queries"
             share = nbytes / score.median_s / bandwidth
             figures += [
-                _time(name, score),
+                time_figure(name, score),
                 Figure(f"{name}.share_of_copy", share, "of copy bandwidth", None, 1.0),
             ]
             console.print(f"{name}: {score.microseconds:.1f} us, {share:.2f} of the copy")
@@ -82,16 +82,15 @@ def selection_figures(shape: Shape, bandwidth: float) -> list[Figure]:
     return [*figures, Figure(name, layer_us, "microseconds", spread)]
 
 
-def _time(name: str, timing: Timing) -> Figure:
-    return Figure(f"{name}.us", timing.microseconds, "microseconds", timing.spread_s * 1e6)
-
-
 def _against(name: str, base: Timing, ours: Timing) -> list[Figure]:
     ratio = base.median_s / ours.median_s
     spread = ratio * (base.spread_s / base.median_s + ours.spread_s / ours.median_s)
     console.print(f"{name}: {ours.microseconds:.1f} us, {ratio:.2f}x")
     baseline = round(base.microseconds, 2)
-    return [_time(name, ours), Figure(f"{name}.vs_all", ratio, "times as fast", spread, baseline)]
+    return [
+        time_figure(name, ours),
+        Figure(f"{name}.vs_all", ratio, "times as fast", spread, baseline),
+    ]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from acceptance.report import Figure, write_json
+from acceptance.report import Figure, figure_of, write_json
 from serving import records
 from serving.points import label
 from serving.records import Record
@@ -71,12 +71,12 @@ def main() -> None:
         add(serving_figures(rates[name]))
         add(start_figures(measured))
     for name in args.identity:
-        add(_renamed(row, IDENTITY, "lossless.exact.") for row in part(name))
+        add(figure_of(row, row["name"].replace(IDENTITY, "lossless.exact.")) for row in part(name))
     for name in args.seeded:
-        add(_renamed(row) for row in part(name))
+        add(Figure(**row) for row in part(name))
     for name in args.kernels:
         rows = [row for row in part(name) if row["name"].endswith(KERNELS)]
-        add(_renamed(row, "", "lossless.") for row in rows)
+        add(figure_of(row, f"lossless.{row['name']}") for row in rows)
     settings = {"parts": parts, "rates": rates, "spread": "of rates: half their range"}
     write_json(args.out, "lossless", torch.device("cpu"), settings, list(figures.values()))
 
@@ -124,11 +124,6 @@ def start_figures(measured: Iterable[Record]) -> list[Figure]:
 
 def _spread(values: list[float]) -> float:
     return (max(values) - min(values)) / 2
-
-
-def _renamed(row: Mapping[str, Any], old: str = "", new: str = "") -> Figure:
-    name = new + row["name"].removeprefix(old)
-    return Figure(name, row["value"], row["unit"], row["spread"], row["baseline"])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from acceptance.report import Figure, write_json
+from acceptance.report import Figure, figure_of, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # Figures of a point that are collected besides its ratio.
@@ -75,9 +75,9 @@ def views_figures(place: str, result: Mapping[str, Any]) -> list[Figure]:
             kind = what.get(last, "mean_accepted")
             end = "vs_all" if last == "vs_all" else ""
             name = ".".join(filter(None, ("sparse", kind, place, view, end)))
-            figures.append(_figure(row, name))
+            figures.append(figure_of(row, name))
         elif head == "recall":
-            figures.append(_figure(row, f"sparse.recall.{place}.{'_'.join(middle)}.age_{last}"))
+            figures.append(figure_of(row, f"sparse.recall.{place}.{'_'.join(middle)}.age_{last}"))
     return figures
 
 
@@ -87,9 +87,9 @@ def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
     for row in rows:
         place, _, what = row["name"].removeprefix("serve.").partition(".vs_bf16")
         if row["name"].startswith("serve.") and row["name"].endswith(".vs_bf16"):
-            figures.append(_figure(row, f"sparse.{place}{what}"))
+            figures.append(figure_of(row, f"sparse.{place}{what}"))
         elif row["name"].endswith(RATES):
-            figures.append(_figure(row, f"sparse.{place}"))
+            figures.append(figure_of(row, f"sparse.{place}"))
     return figures
 
 
@@ -108,11 +108,7 @@ def share_of_round(values: Mapping[str, float]) -> list[Figure]:
 def renamed(rows: Iterable[Mapping[str, Any]], beginnings: tuple[str, ...]) -> list[Figure]:
     """Return the figures whose names begin so, under `sparse`."""
     chosen = (row for row in rows if row["name"].startswith(beginnings))
-    return [_figure(row, f"sparse.{row['name']}") for row in chosen]
-
-
-def _figure(row: Mapping[str, Any], name: str) -> Figure:
-    return Figure(name, row["value"], row["unit"], row["spread"], row["baseline"])
+    return [figure_of(row, f"sparse.{row['name']}") for row in chosen]
 
 
 if __name__ == "__main__":

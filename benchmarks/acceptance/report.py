@@ -30,6 +30,11 @@ class Figure:
     baseline: float | None = None
 
 
+def figure_of(row: Mapping[str, Any], name: str) -> Figure:
+    """Return a figure of a result file under another name."""
+    return Figure(name, row["value"], row["unit"], row["spread"], row["baseline"])
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Mean over prompts and the half width of its 95% interval."""

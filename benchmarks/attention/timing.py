@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from acceptance.report import Figure
 
 REPLAYS = 21
 LEAST_CALLS = 6
@@ -53,6 +54,11 @@ def measure(calls: list[Callable[[], object]], replays: int = REPLAYS) -> Timing
         seconds.append(begin.elapsed_time(end) / 1e3 / len(calls))
     deciles = statistics.quantiles(seconds, n=10)
     return Timing(statistics.median(seconds), (deciles[8] - deciles[0]) / 2)
+
+
+def time_figure(name: str, timing: Timing) -> Figure:
+    """Return the figure NAME.us of a timing."""
+    return Figure(f"{name}.us", timing.microseconds, "microseconds", timing.spread_s * 1e6)
 
 
 def copy_bandwidth(nbytes: int = 2**31) -> float:
