@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvspec_patches.hook import Hook
+from releases.arguments import Arguments
 from releases.imports import imported_names, own_names
 from sglang_kvspec.core.sglang_releases import SUPPORTED, parse_version
 
@@ -53,21 +54,13 @@ class OwnArguments:
     def of(
         cls, node: ast.FunctionDef, *, skipped: int = 0, passed: tuple[str, ...] = ()
     ) -> OwnArguments:
-        args = node.args
-        positional = [each.arg for each in (*args.posonlyargs, *args.args)]
-        keyword_only = [each.arg for each in args.kwonlyargs]
-        optional = positional[len(positional) - len(args.defaults) :]
-        optional += [
-            name
-            for name, default in zip(keyword_only, args.kw_defaults, strict=True)
-            if default is not None
-        ]
+        args = Arguments.of(node.args)
         return cls(
-            tuple(positional[skipped:]),
-            tuple(keyword_only),
-            args.vararg is not None,
-            args.kwarg is not None,
-            tuple(optional),
+            args.positional[skipped:],
+            args.keyword_only,
+            node.args.vararg is not None,
+            node.args.kwarg is not None,
+            tuple(name for name, _ in args.defaults),
             passed,
         )
 
