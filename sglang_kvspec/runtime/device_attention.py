@@ -210,16 +210,19 @@ class DeviceAttention:
     @property
     def query_counts(self) -> list[int]:
         """Numbers of a request's tokens beyond which a verification uses another kernel."""
-        group = self._num_qo_heads // self.kv.geometry.num_kv_heads
-        return [count for tile in self._target.query_tiles if (count := tile // group)]
+        return [count for tile in self._target.query_tiles if (count := tile // self._group)]
 
     @property
     def tokens_of_a_pass(self) -> int | None:
         """Return for how many tokens of a request a verification reads its KV once, None if reading
         it again costs little."""
         rows = self._target.rows_of_a_pass
-        group = self._num_qo_heads // self.kv.geometry.num_kv_heads
-        return None if rows is None else max(rows // group, 1)
+        return None if rows is None else rows // self._group
+
+    @property
+    def _group(self) -> int:
+        """Number of query heads of a KV head."""
+        return self._num_qo_heads // self.kv.geometry.num_kv_heads
 
     @property
     def splits_by_page(self) -> bool:

@@ -12,7 +12,12 @@ from typing import ClassVar
 import torch
 
 from kvspec_kernels.ops.attention import Tail
-from kvspec_kernels.ops.deterministic_attention import Past, deterministic_attention, num_chunks
+from kvspec_kernels.ops.deterministic_attention import (
+    BLOCK_ROWS,
+    Past,
+    deterministic_attention,
+    num_chunks,
+)
 from sglang_kvspec.core.config import Target
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.target_rows import TargetRows
@@ -59,10 +64,9 @@ class DeterministicAttention:
     is_deterministic: ClassVar[bool] = True
     splits_by_page: ClassVar[bool] = False
     short_steps_differ: ClassVar[bool] = False
-    # Query rows of one program of the kernel.
-    query_tiles: ClassVar[tuple[int, ...]] = (64,)
+    query_tiles: ClassVar[tuple[int, ...]] = (BLOCK_ROWS,)
     # On an H200, 21 tokens of 16 requests with groups of 4 take 1.7 times as long as 16 tokens.
-    rows_of_a_pass: ClassVar[int | None] = 64
+    rows_of_a_pass: ClassVar[int | None] = BLOCK_ROWS
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
         self._kv = kv
