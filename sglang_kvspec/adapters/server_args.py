@@ -90,7 +90,7 @@ def build_server_args(make: Callable[..., Any], arguments: Mapping[str, Any]) ->
         check_plain_prefix_cache(kwargs)
         activation.switch_off()
         return make(**kwargs | _default_device(kwargs))
-    if config.arithmetic == DETERMINISTIC:
+    if config.arithmetic == "deterministic":
         kwargs["enable_deterministic_inference"] = True
     check_flags(config, kwargs)
     on_gpu = not activation.cpu_platform_is_active()
@@ -229,8 +229,8 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
 
 def _asked_for_determinism(config: KVSpecConfig) -> str:
     """Return the flag that turned deterministic inference on."""
-    if config.arithmetic == DETERMINISTIC:
-        return f"--kvspec-arithmetic {DETERMINISTIC}"
+    if config.arithmetic == "deterministic":
+        return f"--kvspec-arithmetic {config.arithmetic}"
     return "--enable-deterministic-inference"
 
 

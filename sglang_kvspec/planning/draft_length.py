@@ -31,7 +31,7 @@ def most_auto_drafts(tokens_of_a_pass: int | None) -> int:
     """
     if tokens_of_a_pass is None:
         return MOST_AUTO_DRAFTS
-    # Of few tokens, hardly any would be drafts: then a second pass is better.
+    # A second pass is better where one pass takes so few tokens that hardly any are drafts.
     return min(max(tokens_of_a_pass - 1, LEAST_AUTO_DRAFTS), MOST_AUTO_DRAFTS)
 
 

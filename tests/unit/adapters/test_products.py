@@ -48,7 +48,7 @@ def test_weights_in_bf16_go_to_the_kernels(num_rows, kernel_calls):
 
 @pytest.mark.parametrize("num_rows", [0, 1, 100])
 def test_what_the_kernels_do_not_take_goes_to_sglang(num_rows, kernel_calls):
-    """The same for any number of rows: the bits of a row must not depend on it."""
+    """The choice does not depend on the number of rows, since the bits of a row must not."""
     original, rows, weight = Original(), torch.ones(num_rows, 64), torch.ones(64, 8)
     bias = torch.ones(8)
     out = matmul_persistent.hook(original, rows, weight, bias=bias)
