@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from importlib import metadata
 from types import ModuleType
@@ -21,18 +20,15 @@ OTHER = hook_registry.HookSource("other", "sglang-other")
 
 
 @pytest.fixture
-def registry(monkeypatch):
+def registry(monkeypatch, empty_registry):
     """SGLang's registry without hooks, and functions `ours`, `others` and `both` that can be
     hooked."""
     toy = ModuleType("kvspec_toy")
     for name in ("ours", "others", "both"):
         setattr(toy, name, lambda: None)
     monkeypatch.setitem(sys.modules, "kvspec_toy", toy)
-    monkeypatch.setattr(hook_registry.HookRegistry, "_hooks", defaultdict(list))
-    monkeypatch.setattr(hook_registry.HookRegistry, "_patched", set())
-    monkeypatch.setattr(registration, "_registered", set())
     monkeypatch.setattr(hook_registry.logger, "filters", [])
-    return hook_registry.HookRegistry
+    return empty_registry
 
 
 def toy_hooks(scope, *names):

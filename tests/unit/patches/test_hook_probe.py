@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections import defaultdict
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -75,14 +74,11 @@ def hooks_on_toy():
 
 
 @pytest.fixture
-def toy(monkeypatch):
+def toy(monkeypatch, empty_registry):
     """A hooked module. calls: originals that ran."""
     calls = []
     module = make_toy(calls)
     monkeypatch.setitem(sys.modules, "kvspec_toy", module)
-    monkeypatch.setattr(hook_registry.HookRegistry, "_hooks", defaultdict(list))
-    monkeypatch.setattr(hook_registry.HookRegistry, "_patched", set())
-    monkeypatch.setattr(registration, "_registered", set())
     monkeypatch.setattr(registration, "HOOKS", hooks_on_toy())
     registration.register_scope("flags")
     registration.apply_hooks()
