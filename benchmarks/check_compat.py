@@ -39,7 +39,7 @@ SAMPLE = (
     *(
         f"tests/sglang/test_{name}.py"
         for name in (
-            *("start_errors", "doctor", "engine", "features", "identity"),
+            *("start_errors", "gpu_flags", "doctor", "engine", "features", "identity"),
             *("disaggregation", "prefix_server", "tensor_parallel"),
         )
     ),

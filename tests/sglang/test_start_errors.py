@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from harness.models import DEMO_MODEL
@@ -22,14 +21,6 @@ from zmq.auth import create_certificates
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.early_refusal import check_arguments
 from sglang_kvspec.adapters.environment import ENVIRONMENT_NAME
-from sglang_kvspec.adapters.model_check import check_model, model_config_of
-from sglang_kvspec.adapters.server_args import (
-    _implied,
-    build_server_args,
-    check_flags,
-    check_gpu_flags,
-)
-from sglang_kvspec.core.config import KVSpecConfig, Transfer
 from sglang_kvspec.core.errors import ConfigError, HookError, KVSpecError, UnsupportedError
 from sglang_kvspec.core.sglang_releases import UNTESTED_NAME, parse_version
 
@@ -40,12 +31,6 @@ DECODE = "--disaggregation-mode decode --disaggregation-transfer-backend kvspec"
 PREFIX_SERVER = "--kvspec-prefix-server tcp://127.0.0.1:5"
 
 PREFILL_FLAGS = DECODE.replace("decode", "prefill")
-
-DETERMINISTIC = {"enable_deterministic_inference": True}
-PREFILL = {
-    "disaggregation_mode": "prefill",
-    "disaggregation_transfer_backend": "kvspec",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -357,13 +342,6 @@ def test_prefix_cache_without_the_switch(capsys: pytest.CaptureFixture[str]) -> 
     assert "--radix-cache-backend kvspec needs --kvspec" in line
 
 
-def test_prefix_cache_of_a_gpu_without_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation, "cpu_platform_is_active", lambda: False)
-    check_flags(KVSpecConfig(), {"radix_cache_backend": "kvspec"})
-    with pytest.raises(ConfigError, match=r"--radix-cache-backend mine .*allowed: kvspec"):
-        check_flags(KVSpecConfig(), {"radix_cache_backend": "mine"})
-
-
 def test_options_without_the_switch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no effect without --kvspec" in refusal(capsys, "--kvspec-codec", "log4")
 
@@ -426,125 +404,6 @@ def test_models_it_cannot_serve(tmp_path: Path, kind: str) -> None:
         (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
     with pytest.raises(KVSpecError, match=expected):
         engine_args(model_path=str(tmp_path), device="cpu", kvspec=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "dtype", "expected"),
-    [
-        ({"head_dim": 80}, "bfloat16", "head size 80 .*64, 128, 256"),
-        ({}, "float32", "dtype torch.float32 .*bfloat16"),
-        (
-            {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64},
-            "bfloat16",
-            "query heads per KV head 32 .*1 to 16",
-        ),
-    ],
-)
-def test_models_no_kernel_covers(
-    tmp_path: Path, changes: dict[str, Any], dtype: str, expected: str
-) -> None:
-    config = json.loads((DEMO_MODEL / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    model = model_config_of({"model_path": str(tmp_path), "dtype": dtype})
-    with pytest.raises(UnsupportedError, match=f"on a GPU: {expected}"):
-        check_model(KVSpecConfig(), model, 64, on_gpu=True)
-    good = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
-    check_model(KVSpecConfig(), good, 64, on_gpu=True)
-
-
-def test_heads_are_split_evenly(tmp_path: Path) -> None:
-    config = json.loads((DEMO_MODEL / "config.json").read_text())
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config | heads))
-    wide = model_config_of({"model_path": str(tmp_path), "dtype": "bfloat16"})
-    # Ranks of a GPU server may share a KV head; each has half of the query heads that attend to it.
-    check_model(KVSpecConfig(), wide, 64, on_gpu=True, num_ranks=2)
-    with pytest.raises(ConfigError, match=r"--tp-size 2 .*32 heads and 1 KV heads"):
-        check_model(KVSpecConfig(), wide, 64, num_ranks=2)
-    demo = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
-    for on_gpu, num_ranks in ((False, 2), (True, 2), (True, 4)):
-        check_model(KVSpecConfig(), demo, 64, on_gpu=on_gpu, num_ranks=num_ranks)
-    with pytest.raises(ConfigError, match=r"--tp-size 8 .*or multiples of the KV heads"):
-        check_model(KVSpecConfig(), demo, 64, on_gpu=True, num_ranks=8)
-
-
-@pytest.mark.parametrize(
-    ("config", "flags", "capability", "expected"),
-    [
-        (
-            {"host_gb": 4},
-            {"prefill_max_requests": 2},
-            (9, 0),
-            "--prefill-max-requests 2 .*--kvspec-host-gb",
-        ),
-        ({"target": "int8"}, {"page_size": 128}, (9, 0), "--page-size 128"),
-        ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
-        ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
-        (
-            {"arithmetic": "deterministic"},
-            {"page_size": 96} | DETERMINISTIC,
-            (9, 0),
-            "--page-size 96 .*--kvspec-arithmetic deterministic .*powers of two",
-        ),
-        (
-            {"target_attention": "deterministic"},
-            {"page_size": 96},
-            (9, 0),
-            "--page-size 96 .*--kvspec-target-attention deterministic .*powers of two",
-        ),
-        (
-            {"target_attention": "int8"},
-            {},
-            (9, 0),
-            r"--kvspec-target-attention int8 .*--kvspec-target exact \(allowed: int8\)",
-        ),
-        ({}, {}, (8, 0), "this GPU has 8.0"),
-    ],
-)
-def test_what_a_gpu_cannot_serve_yet(
-    monkeypatch: pytest.MonkeyPatch,
-    config: dict[str, Any],
-    flags: dict[str, Any],
-    capability: tuple[int, int],
-    expected: str,
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    with pytest.raises(UnsupportedError, match=expected):
-        check_gpu_flags(KVSpecConfig(**config), flags)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    check_gpu_flags(KVSpecConfig(), {"page_size": 64, "prefill_max_requests": 2})
-    check_gpu_flags(KVSpecConfig(host_gb=4), {"prefill_max_requests": 1})
-    check_gpu_flags(KVSpecConfig(), DETERMINISTIC)
-    check_gpu_flags(KVSpecConfig(), PREFILL | DETERMINISTIC)
-    check_gpu_flags(KVSpecConfig(target_attention="deterministic"), {})
-    for mode in get_args(Transfer):
-        check_gpu_flags(KVSpecConfig(transfer=mode), PREFILL)
-    check_gpu_flags(KVSpecConfig(prefix_server="tcp://127.0.0.1:5", prefix_host_gb=1), {})
-
-
-@pytest.mark.parametrize("arithmetic", ["fast", "deterministic", None])
-def test_arithmetic_of_a_gpu_server(
-    monkeypatch: pytest.MonkeyPatch, arithmetic: str | None
-) -> None:
-    monkeypatch.setattr(activation, "cpu_platform_is_active", lambda: False)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(activation, "switch_on", lambda config: None)
-    arguments = {"model_path": str(DEMO_MODEL), "dtype": "bfloat16", "kvspec": True}
-    if arithmetic is not None:
-        arguments["kvspec_arithmetic"] = arithmetic
-    made = build_server_args(lambda **fields: SimpleNamespace(**fields), arguments)
-    is_on = getattr(made, "enable_deterministic_inference", False)
-    assert is_on == (arithmetic == "deterministic")
-
-
-def test_prefix_cache_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    without, with_tiers = KVSpecConfig(), KVSpecConfig(prefix_host_gb=1, host_gb=1)
-    for on_cpu, expected in ((True, ("kvspec", "kvspec")), (False, (None, "kvspec"))):
-        monkeypatch.setattr(activation, "cpu_platform_is_active", lambda is_so=on_cpu: is_so)
-        fields = [_implied(config, {}) for config in (without, with_tiers)]
-        assert tuple(field["radix_cache_backend"] for field in fields) == expected
 
 
 def test_unsupported_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:
