@@ -15,7 +15,8 @@ OUT.points.jsonl, and reports all points of that file: of a server's repeats the
 several servers the last.
 
 decode: prompts are sent once for one token, then again, from the prefix cache, for --output-len
-tokens. The rate covers the time in which all requests decode. end-to-end: prompts are sent once.
+tokens. Repeats of a decode pass use the same cached prompts. The rate covers the time in which all
+requests decode. end-to-end: prompts are sent once.
 
 Without an installed checkout, set PYTHONPATH=.:kernels:patches:testkit, and add SGLang's folder if
 SGLang is not installed either. The plug-ins' entry points are then derived from pyproject.toml.
@@ -91,8 +92,13 @@ class Run:
                 console.print(f"{model.name} {system.name}: healthy after {started_s:.0f} s")
                 self._first_start = False
                 max_running = self._max_running(points)
+                # Of a point's repeats, the first leaves its prompts in the prefix cache.
+                cached: Point | None = None
                 while left:
-                    self._measure_point(server, system, left[0], max_running)
+                    point = left[0]
+                    is_cached = point == cached and self._args.measure == "decode"
+                    measured = self._measure_point(server, system, point, max_running, is_cached)
+                    cached = point if measured else None
                     left.pop(0)
         except OutOfTime:
             self._miss(system, left, "the run reached --time-limit")
@@ -102,26 +108,35 @@ class Run:
             self._miss(system, left, str(error))
 
     def _measure_point(
-        self, server: LiveServer, system: System, point: Point, max_running: int
-    ) -> None:
-        """Measure one point. If its requests fail, note the point as missing and return."""
+        self, server: LiveServer, system: System, point: Point, max_running: int, is_cached: bool
+    ) -> bool:
+        """Measure one point. If its requests fail, note the point as missing. Return whether it was
+        measured."""
         args = self._args
         point = server.resolve(point, args.output_len, max_running)
         self._say(f"{point.label} {system.name}")
         real_text = acceptance_of(point.model, args) == "real"
         passes = PASSES[args.measure]
         try:
-            record = server.measure(point, args.output_len, passes, args.waves, real_text=real_text)
+            record = server.measure(
+                point,
+                args.output_len,
+                passes,
+                args.waves,
+                real_text=real_text,
+                is_cached=is_cached,
+            )
         except BenchError as error:
             self.failed = True
             console.print(str(error), markup=False)
             self._miss(system, [point], str(error))
-            return
+            return False
         records.append(_own_points(args), record)
         self._progress.advance(self._task)
         if record.note:
             console.print(f"{point.label} {system.name}: {record.note}")
         report(args, self.source)
+        return True
 
     def _server(self, model: Model, system: System, points: list[Point]) -> LiveServer:
         return live_server(
