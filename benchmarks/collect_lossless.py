@@ -1,7 +1,7 @@
 """Collect the figures of deterministic inference into lossless.json.
 
     python benchmarks/collect_lossless.py --serving deterministic_serving.points.jsonl \\
-        sparse_serving.points.jsonl --kernels deterministic_kernels.json \\
+        deterministic_plain_serving.points.jsonl --kernels deterministic_kernels.json \\
         --identity identity_products_h100.json --seeded seeded_cpu.json
 
 Each part was written by its own script: bench_serving.py, bench_deterministic.py,

@@ -85,7 +85,8 @@ def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
     """Return decode rates, and their ratios to plain SGLang in bf16."""
     figures = []
     for row in rows:
-        place, _, what = row["name"].removeprefix("serve.").partition(".vs_bf16")
+        name = row["name"].removeprefix("serve.").replace(".saturation", ".saturated")
+        place, _, what = name.partition(".vs_bf16")
         if row["name"].startswith("serve.") and row["name"].endswith(".vs_bf16"):
             figures.append(figure_of(row, f"sparse.{place}{what}"))
         elif row["name"].endswith(RATES):

@@ -117,6 +117,15 @@ SPARSE_TITLES = {
         "2.3 or more",
     ),
     "sparse.8b.32k.bs16.int8": ("the same, `int8`", "2.5 or more"),
+    "sparse.8b.32k.bs16.fp8": ("the same, plain SGLang with fp8 KV", "-"),
+    "sparse.8b.32k.saturated.int8": (
+        "8B, 32K, `int8` with 48 requests: tokens/s against plain SGLang's best, 26 requests",
+        "3.6 or more",
+    ),
+    "sparse.8b.128k.saturated.int8": (
+        "8B, 128K, `int8` with 12 requests: tokens/s against plain SGLang's best, 6 requests",
+        "4 or more",
+    ),
     "sparse.identity.gpu.deterministic.mismatches_vs_draft_off": (
         "answers of 200 that differ from drafting off, eval-31m, deterministic",
         "0",
