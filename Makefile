@@ -65,10 +65,10 @@ else
 	$(PYTHON) -m pytest $(UNIT_TESTS) tests/sglang $(PYTEST_ARGS)
 endif
 
-# The Python of a machine with a GPU, with torch, triton, pytest and hypothesis: no environment here.
-test-gpu: ## tests of the kernels on a CUDA device: make test-gpu PYTHON=/path/to/python
-	PYTHONPATH=.:kernels:patches:testkit $(PYTHON) -m pytest $(wildcard tests/unit/kernels tests/gpu) \
-		$(PYTEST_ARGS)
+# The Python of a machine with a GPU, with SGLang, pytest and hypothesis: no environment here.
+test-gpu: ## tests of kernels and servers on CUDA devices: make test-gpu PYTHON=/path/to/python
+	PYTHONPATH=.:kernels:patches:testkit $(PYTHON) -m pytest \
+		$(wildcard tests/unit/kernels tests/gpu tests/gpu_server) $(PYTEST_ARGS)
 
 compat: $(INSTALLED) ## a sample of the tests on every SGLang that is supported: 15 minutes each
 	$(PYTHON) benchmarks/check_compat.py $(ARGS)

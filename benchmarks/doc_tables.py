@@ -126,6 +126,8 @@ SPARSE_TITLES = {
         "8B, 128K, `int8` with 12 requests: tokens/s against plain SGLang's best, 6 requests",
         "4 or more",
     ),
+    "sparse.identity.mismatches": ("answers of 484 that differ from plain SGLang, fp32, CPU", "0"),
+    "sparse.identity.near_ties": ("the same, at a measured tie of fp32", ""),
     "sparse.identity.gpu.deterministic.mismatches_vs_draft_off": (
         "answers of 200 that differ from drafting off, eval-31m, deterministic",
         "0",

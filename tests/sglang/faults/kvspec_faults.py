@@ -73,6 +73,11 @@ def register() -> None:
     _replace(RemotePrefixes, "read", "remote_fails_on_other_ranks", _refuse_on_other_ranks)
     _replace(CircuitBreaker, "allows", "other_ranks_distrust", _refuse_on_other_ranks)
     _replace(Ranks, "least", "ranks_do_not_agree", _keep_own_numbers)
+    if torch.cuda.is_available():
+        # Not imported elsewhere: Triton would be loaded.
+        from kvspec_kernels.ops import products
+
+        _replace(products, "product", "sums_by_rows", _add_halves_of_several_rows)
 
 
 def _shrink_cache(num_pages: int) -> None:
@@ -234,3 +239,15 @@ def _lose_some_on_other_ranks(original: Any, *args: Any) -> list[bool]:
 
 def _keep_own_numbers(original: Any, ranks: Any, mine: Any, about: object) -> list[int]:
     return list(mine)
+
+
+def _add_halves_of_several_rows(
+    original: Any, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Add the two halves of a sum last, but for a single row."""
+    if len(a) == 1:
+        return original(a, weight, bias)  # type: ignore[no-any-return]
+    middle = a.shape[1] // 2
+    halves = [a[:, :middle] @ weight[:, :middle].t(), a[:, middle:] @ weight[:, middle:].t()]
+    found = halves[0] + halves[1]
+    return found if bias is None else found + bias

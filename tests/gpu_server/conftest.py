@@ -1,0 +1,123 @@
+"""Real servers on a GPU, or on the CPU with --cpu. All compute deterministically, so any difference
+between two answers is an error.
+
+One session has one set of prompts, and one server without drafts answers all of them, one at a time.
+Every other server must give these answers, however it got there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# These folders are no packages, and their modules import each other by these roots.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sglang"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from fleet import Fleet, Platform
+from gpu_report import GpuReport
+from live_server import Answers, LiveServer
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORTEST, LONGEST = 150, 3000
+START_AND_ANSWERS = pytest.mark.timeout(900, method="signal")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add = parser.addoption
+    add("--cpu", action="store_true", help="run the servers on this machine's CPU, in float32")
+    add("--gpu-model", type=Path, default=ROOT / "models" / "demo-5m", help="folder of the model")
+    add("--gpu-prompts", type=int, default=16, help="prompts that every server answers")
+    add("--gpu-tokens", type=int, default=64, help="tokens of each answer")
+    add("--gpu-logs", type=Path, default=ROOT / ".kvspec" / "gpu_server", help="folder for logs")
+    add("--gpu-report", type=Path, help="where to write the figures of these tests")
+    add("--gpu-commit", help="commit to record (default: what git reports)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(GpuReport(config), "gpu-report")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = [item for item in items if Path(item.path).parent == Path(__file__).parent]
+    can_run = config.getoption("--cpu") or torch.cuda.is_available()
+    for item in here:
+        item.add_marker(START_AND_ANSWERS)
+        if not can_run:
+            item.add_marker(pytest.mark.skip("needs a CUDA device, or --cpu"))
+        elif item.get_closest_marker("two_ranks") and not _has_two(config):
+            item.add_marker(pytest.mark.skip("needs two CUDA devices, or --cpu"))
+
+
+def _has_two(config: pytest.Config) -> bool:
+    return bool(config.getoption("--cpu") or torch.cuda.device_count() > 1)
+
+
+@pytest.fixture(scope="session")
+def platform(request: pytest.FixtureRequest) -> Platform:
+    option = request.config.getoption
+    return Platform(option("--gpu-model"), on_gpu=not option("--cpu"))
+
+
+@pytest.fixture(scope="session")
+def prompts(request: pytest.FixtureRequest) -> list[list[int]]:
+    """Prompts whose lengths are spread from SHORTEST to LONGEST, long and short ones mixed."""
+    from acceptance.prompts import cut_prompts, even_lengths
+
+    model, count = (request.config.getoption(name) for name in ("--gpu-model", "--gpu-prompts"))
+    windows, _ = cut_prompts(model, count, LONGEST)
+    lengths = even_lengths(count, SHORTEST, LONGEST)
+    # 7 and a power of two have no common divisor, so every length comes once.
+    mixed = [lengths[place * 7 % count] for place in range(count)] if count % 7 else lengths
+    return [window[:n] for window, n in zip(windows.tolist(), mixed, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def new_tokens(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--gpu-tokens"))
+
+
+@pytest.fixture(scope="session")
+def fleet(
+    request: pytest.FixtureRequest,
+    platform: Platform,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Fleet]:
+    """The servers of this session. Those that the chosen tests name in `servers` marks start
+    together, before the first test."""
+    named: Sequence[str] = [
+        name
+        for item in request.session.items
+        for mark in item.iter_markers("servers")
+        for name in mark.args
+        if not item.get_closest_marker("skip")
+    ]
+    logs = request.config.getoption("--gpu-logs")
+    with Fleet(platform, tmp_path_factory.mktemp("servers"), logs) as servers:
+        servers.start("off", *named)
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def expected(fleet: Fleet, prompts: list[list[int]], new_tokens: int) -> Answers:
+    """Answers of the server without drafts, one prompt at a time."""
+    return fleet["off"].ask(prompts, new_tokens, at_once=False)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, fleet: Fleet) -> LiveServer:
+    """The server that the test is parametrized with."""
+    return fleet[request.param]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize `server` with the names in the test's mark `servers`."""
+    mark: Any = metafunc.definition.get_closest_marker("servers")
+    if "server" in metafunc.fixturenames and mark is not None:
+        metafunc.parametrize("server", mark.args, indirect=True)

@@ -1,0 +1,184 @@
+"""The servers of a session by name, on one platform."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from live_server import LiveServer
+from serving.environment import server_environment
+
+from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
+from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
+from kvspec_testkit.transport.proxy import Proxy
+
+START_TIMEOUT_S = 480.0
+FAULTS = Path(__file__).resolve().parents[1] / "sglang" / "faults"
+CHAT_TEMPLATE = FAULTS.parent / "harness" / "chat.jinja"
+ON_GPU = (
+    "--dtype=bfloat16",
+    "--random-seed=0",
+    "--sampling-backend=pytorch",
+    "--disable-prefill-cuda-graph",
+    "--enable-deterministic-inference",
+)
+# GPU servers draft in rounds.
+ON_CPU = (*CPU_ARGUMENTS, "--kvspec-schedule=rounds")
+COMMON = (
+    "--kvspec",
+    # Many servers share the memory, and each needs a few MB for its KV. A server that starts counts
+    # what others allocate meanwhile as its own, so --max-total-tokens decides.
+    "--mem-fraction-static=0.8",
+    "--page-size=64",
+    "--max-running-requests=16",
+    f"--chat-template={CHAT_TEMPLATE}",
+)
+# Tokens of both pools, and pages of a small residual cache. All prompts together are several times
+# as large as the small pool. The cache holds little more than the longest prompt.
+LARGE_POOL, SMALL_POOL, CACHE_PAGES = 65536, 4096, 60
+# Half of the longest prompt: drafts read it in parts, and small ones are read whole.
+PAGES = ("--kvspec-draft-view=pages", "--kvspec-draft-budget=0.1")
+INT8 = ("--kvspec-target=int8", "--kvspec-draft-len=8")
+KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
+HOST = "--kvspec-prefix-host-gb=1"
+WAIT = "--kvspec-prefix-wait-ms=20000"
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Where all servers run, and their model."""
+
+    model: Path
+    on_gpu: bool
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        # SGLang's stripped wheel for machines without a package index has only llguidance.
+        grammar = "xgrammar" if importlib.util.find_spec("xgrammar") else "llguidance"
+        own = ON_GPU if self.on_gpu else ON_CPU
+        return (f"--model-path={self.model}", *own, *COMMON, f"--grammar-backend={grammar}")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Flags of a server besides those of all. is_deterministic: False for int8, which has no
+    deterministic attention on a GPU."""
+
+    arguments: tuple[str, ...] = ()
+    pool_tokens: int = LARGE_POOL
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_deterministic: bool = True
+
+
+class Fleet:
+    """Servers by name. `fleet[name]` is a healthy server, which starts if it does not run yet.
+    Use as a context manager, which stops all."""
+
+    def __init__(self, platform: Platform, scratch: Path, logs: Path) -> None:
+        """scratch: folder for prefixes on disk and faults. logs: folder for logs."""
+        self.scratch = scratch
+        self.logs = logs
+        self.platform = platform
+        self.environment = server_environment(scratch, None)
+        self._servers: dict[str, LiveServer] = {}
+        self._stack = ExitStack()
+        self._specs: dict[str, Spec] = {}
+
+    def __enter__(self) -> Self:
+        """Start the prefix server, and a slow link to it."""
+        store = PrefixServerProcess(self.scratch / "shared", self.environment)
+        self._stack.enter_context(store)
+        self.slow_link = Proxy(store.address)
+        self._stack.callback(self.slow_link.close)
+        self.fault_file = self.scratch / "active"
+        self.fault_file.write_text("none")
+        self._specs = self._all_specs(store.address)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def __getitem__(self, name: str) -> LiveServer:
+        self.start(name)
+        return self._servers[name]
+
+    def start(self, *names: str) -> None:
+        """Start all of these servers that do not run yet, at once, and wait until all are
+        healthy."""
+        begin = time.monotonic()
+        new = [name for name in dict.fromkeys(names) if name not in self._servers]
+        for name in new:
+            self._servers[name] = self._stack.enter_context(self._make(name))
+        for name in new:
+            self._servers[name].wait_healthy(START_TIMEOUT_S)
+        if new:
+            print(f"healthy after {time.monotonic() - begin:.0f} s: {', '.join(new)}")
+
+    def stop(self, name: str) -> None:
+        self._servers.pop(name).stop()
+
+    def _make(self, name: str) -> LiveServer:
+        spec = self._specs[name]
+        arguments = [
+            *self.platform.arguments,
+            f"--max-total-tokens={spec.pool_tokens}",
+            *spec.arguments,
+        ]
+        if not spec.is_deterministic and self.platform.on_gpu:
+            arguments.remove("--enable-deterministic-inference")
+        return LiveServer(
+            arguments,
+            log_path=self.logs / f"{name}.log",
+            environment={**self.environment, **spec.environment},
+        )
+
+    def _all_specs(self, prefix_server: str) -> dict[str, Spec]:
+        faults = {"PYTHONPATH": f"{FAULTS}:{self.environment['PYTHONPATH']}"}
+        small_cache = {**faults, "KVSPEC_CACHE_PAGES": str(CACHE_PAGES)}
+        breakable = {**faults, "KVSPEC_FAULT_FILE": str(self.fault_file)}
+        disk = f"--kvspec-prefix-dir={self.scratch / 'disk'}"
+        shared = (f"--kvspec-prefix-server={prefix_server}", WAIT)
+        slow = (f"--kvspec-prefix-server={self.slow_link.address}", WAIT)
+        tiers = (HOST, disk, *shared, "--kvspec-prefix-publish-gbps=10")
+        int8 = {"is_deterministic": False}
+        return {
+            "off": Spec(("--kvspec-draft-len=0",)),
+            "exact": Spec(),
+            "pages": Spec(PAGES),
+            "log4": Spec(("--kvspec-codec=log4", *PAGES)),
+            "small chunks": Spec(("--chunked-prefill-size=256", *PAGES)),
+            "crowded": Spec(PAGES, 2 * SMALL_POOL),
+            "hosted": Spec(("--kvspec-host-gb=1", *PAGES), environment=small_cache),
+            "broken": Spec(PAGES, environment={**faults, "KVSPEC_FAULT_FILE": str(self._broken())}),
+            "tiers": Spec((*tiers, *PAGES), SMALL_POOL),
+            "fresh disk": Spec((disk, *PAGES)),
+            "fresh remote": Spec((*shared, *PAGES)),
+            "fresh host": Spec((HOST, "--kvspec-host-gb=1"), SMALL_POOL, small_cache),
+            "early": Spec((*slow, *PAGES)),
+            "kept": Spec((*KEPT, self._own_disk("kept"), *PAGES), SMALL_POOL),
+            "kept hosted": Spec(
+                (*KEPT, "--kvspec-host-gb=1", self._own_disk("hosted")), SMALL_POOL, small_cache
+            ),
+            "int8": Spec(INT8, **int8),
+            "int8 tiers": Spec((*INT8, HOST), SMALL_POOL, **int8),
+            "ranks off": Spec(("--tp-size=2", "--kvspec-draft-len=0")),
+            "ranks": Spec(("--tp-size=2", *PAGES), environment=breakable),
+            "ranks tiers": Spec(
+                ("--tp-size=2", HOST, self._own_disk("ranks"), *PAGES), SMALL_POOL, breakable
+            ),
+        }
+
+    def _broken(self) -> Path:
+        """Return a fault file of its own: captured graphs keep the fault that was active at the
+        start."""
+        path = self.scratch / "broken"
+        path.write_text("sums_by_rows")
+        return path
+
+    def _own_disk(self, name: str) -> str:
+        return f"--kvspec-prefix-dir={self.scratch / name}"

@@ -1,0 +1,52 @@
+"""Figures of the tests of GPU servers, in the JSON form of benchmarks/results."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from acceptance.report import Figure, write_json
+
+
+class GpuReport:
+    """Plug-in of pytest that counts the tests of this run, and writes --gpu-report at its end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._begin = time.monotonic()
+        self._outcomes: dict[str, str] = {}
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid
+        self._seconds[name] = round(self._seconds.get(name, 0.0) + report.duration, 2)
+        # A test counts as failed if its fixtures fail before it or after it.
+        if report.when == "call" or report.outcome != "passed":
+            self._outcomes[name] = report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        option = self._config.getoption
+        path: Path | None = option("--gpu-report")
+        if path is None:
+            return
+        counts = {
+            kind: sum(outcome == kind for outcome in self._outcomes.values())
+            for kind in ("passed", "failed", "skipped")
+        }
+        figures = [
+            *(Figure(f"gpu_tests.{kind}", count, "tests") for kind, count in counts.items()),
+            Figure("gpu_tests.seconds", round(time.monotonic() - self._begin, 1), "s"),
+        ]
+        settings = {
+            "model": option("--gpu-model").name,
+            "prompts": option("--gpu-prompts"),
+            "new_tokens": option("--gpu-tokens"),
+            "devices": torch.cuda.device_count(),
+            "outcomes": self._outcomes,
+            "seconds": self._seconds,
+        }
+        device = torch.device("cpu" if option("--cpu") else "cuda")
+        commit = option("--gpu-commit")
+        write_json(path, "gpu_tests", device, settings, figures, commit=commit)

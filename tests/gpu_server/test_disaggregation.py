@@ -1,0 +1,63 @@
+"""A prefill server and a decode server answer like one server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from fleet import LARGE_POOL, PAGES, START_TIMEOUT_S, Fleet
+from live_server import Answers
+from serving.live_server import kvspec_of
+from ttkt.disaggregated_requests import TIMEOUT_S, ask
+
+from kvspec_testkit.servers.server_pair import ServerPair
+from kvspec_testkit.servers.transfer_report import read_transfer_report
+
+# So slow a link that residuals arrive after several drafts.
+LINK_GBPS = {"gpu": 0.03, "cpu": 0.006}
+AT_ONCE = 8
+VIEWS = {"all pages": ("--kvspec-host-gb=0",), "pages, hosted": (*PAGES, "--kvspec-host-gb=1")}
+
+
+@pytest.fixture(scope="module", params=VIEWS)
+def pair(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[ServerPair]:
+    gbps = LINK_GBPS["gpu" if fleet.platform.on_gpu else "cpu"]
+    arguments = (
+        *fleet.platform.arguments,
+        f"--max-total-tokens={LARGE_POOL}",
+        *VIEWS[request.param],
+    )
+    running = ServerPair(
+        arguments,
+        log_folder=fleet.logs / "pair",
+        prefill=(f"--kvspec-link-gbps={gbps}",),
+        environment=fleet.environment,
+    )
+    with running:
+        running.wait_healthy(START_TIMEOUT_S)
+        yield running
+
+
+@pytest.mark.parametrize("at_once", [1, AT_ONCE])
+def test_a_pair_answers_like_one_server(
+    pair: ServerPair, at_once: int, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    url = f"{pair.prefill.base_url}/flush_cache?timeout=30"
+    requests.post(url, timeout=TIMEOUT_S).raise_for_status()
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = list(pool.map(lambda prompt: ask(pair, prompt, new_tokens), prompts))
+    assert [list(answer.output_ids) for answer in answers] == expected
+    early = [
+        read_transfer_report(answer.meta).transfer.drafts_before_residuals for answer in answers
+    ]
+    assert sum(early) > 0, "no draft came before residuals"
+
+
+def test_a_decode_server_keeps_nothing(pair: ServerPair) -> None:
+    reply = requests.get(f"{pair.decode.base_url}/server_info", timeout=TIMEOUT_S)
+    report = kvspec_of(reply.json())
+    assert report["transfer"]["drafts_on_anchors"] > 0
+    assert report["pools"]["window_pages_used"] == 0
+    assert {state for state, count in report["page_states"].items() if count} == {"ABSENT"}

@@ -1,0 +1,101 @@
+"""Drafting changes no token, whatever runs beside a request and wherever its KV lies."""
+
+from __future__ import annotations
+
+import pytest
+from fleet import Fleet
+from live_server import Answers, LiveServer
+
+lossless = pytest.mark.servers("exact", "pages", "log4", "small chunks", "crowded", "hosted")
+
+
+def test_plain_steps_do_not_depend_on_what_runs_beside(
+    fleet: Fleet, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    fleet["off"].flush()
+    assert fleet["off"].ask(prompts, new_tokens, at_once=True) == expected
+
+
+@lossless
+def test_one_at_a_time(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    assert server.ask(prompts, new_tokens, at_once=False) == expected
+
+
+@lossless
+def test_all_at_once(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    server.flush()
+    assert server.ask(prompts, new_tokens, at_once=True) == expected
+
+
+@lossless
+def test_over_cached_prefixes(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    before = server.hits["resident"]
+    assert server.ask(prompts[-2:] * 2, new_tokens, at_once=False) == expected[-2:] * 2
+    assert server.hits["resident"] > before
+
+
+@lossless
+def test_answers_with_log_probabilities(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    """Such requests are not drafted ahead, so their rounds differ from those of others."""
+    params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    bodies = [
+        {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+        for prompt in prompts
+    ]
+    found = [list(answer["output_ids"]) for answer in server.send(bodies)]
+    assert found == expected
+
+
+@lossless
+def test_drafts_were_accepted(server: LiveServer) -> None:
+    counters = server.report()["counters"]
+    assert 0 < counters["accepted"] <= counters["drafted"]
+
+
+@pytest.mark.servers("pages", "hosted", "small chunks")
+def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list[int]]) -> None:
+    longest = max(prompts, key=len)
+    params = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+    (answer,) = server.send([{"input_ids": longest, "sampling_params": params}])
+    assert answer["meta_info"]["kvspec"]["draft_reads"]["share"] < 0.5
+
+
+def test_residuals_came_from_host_memory(fleet: Fleet) -> None:
+    report = fleet["hosted"].report()
+    assert report["pools"]["residual_store_pages"] > report["pools"]["residual_cache_pages"]
+    assert report["bytes_fetched"] > 0
+
+
+def test_a_crowd_was_retracted(fleet: Fleet) -> None:
+    assert fleet["crowded"].num_retractions > 0
+
+
+def test_nothing_stays_in_use(fleet: Fleet) -> None:
+    server = fleet["pages"]
+    server.flush()
+    report = server.report()
+    assert report["page_states"].pop("ABSENT") == report["pools"]["num_pages"] + 1
+    assert report["pools"]["window_pages_used"] == 0
+
+
+@pytest.mark.servers("broken")
+def test_sums_that_depend_on_the_batch_are_noticed(
+    server: LiveServer,
+    fleet: Fleet,
+    prompts: list[list[int]],
+    new_tokens: int,
+    expected: Answers,
+) -> None:
+    """The teeth of this file: a product adds in another order if it has several rows, as an
+    operator does that is not batch-invariant."""
+    if not fleet.platform.on_gpu:
+        pytest.skip("on a CPU, products are SGLang's own")
+    assert server.ask(prompts, new_tokens, at_once=True) != expected

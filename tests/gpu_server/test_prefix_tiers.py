@@ -1,0 +1,106 @@
+"""A prefix gives the same answer wherever it comes from: resident, host memory, disk, a prefix
+server, or anchors that stayed in GPU memory."""
+
+from __future__ import annotations
+
+import pytest
+from fleet import CACHE_PAGES, SMALL_POOL, Fleet
+from live_server import Answers, LiveServer
+
+# The residuals of a prompt take at most a second, but always many draft steps.
+SLOW_BYTES_PER_S = 2e6
+
+
+@pytest.fixture(scope="module")
+def filled(
+    fleet: Fleet, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> LiveServer:
+    """Server whose pool is much smaller than the prompts, so that prefixes leave it, to all
+    tiers."""
+    server = fleet["tiers"]
+    server.wait_until_live()
+    assert server.ask(prompts, new_tokens, at_once=False) == expected
+    server.wait_until_spilled()
+    return server
+
+
+@pytest.mark.servers("tiers")
+def test_prefixes_come_back_from_host_memory(
+    filled: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    assert filled.ask(prompts, new_tokens, at_once=False) == expected
+    assert filled.ask(prompts[-1:], new_tokens, at_once=False) == expected[-1:]
+    assert filled.ask(prompts, new_tokens, at_once=True) == expected
+    reported = filled.report()["counters"]["hit_tokens"]
+    for tier in ("resident", "host"):
+        assert min(filled.hits[tier], reported[tier]) > 0
+
+
+@pytest.fixture(scope="module")
+def fresh(fleet: Fleet, filled: LiveServer) -> Fleet:
+    """The fleet, with servers that find what `filled` has left on disk and on the prefix server."""
+    fleet.start("fresh disk", "fresh remote", "fresh host", "early", "kept", "kept hosted")
+    fleet["fresh remote"].wait_until_live()
+    return fleet
+
+
+@pytest.mark.parametrize("tier", ["disk", "remote", "host"])
+def test_a_fresh_server_finds_prefixes(
+    fresh: Fleet, tier: str, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    server = fresh[f"fresh {tier}"]
+    assert server.ask(prompts, new_tokens, at_once=False) == expected
+    assert server.ask(prompts, new_tokens, at_once=True) == expected
+    assert min(server.hits[tier], server.report()["counters"]["hit_tokens"][tier]) > 0
+
+
+def test_the_small_cache_was_in_use(fresh: Fleet) -> None:
+    pools = fresh["fresh host"].report()["pools"]
+    assert pools["residual_store_pages"] == SMALL_POOL // 64
+    assert pools["residual_cache_pages"] == min(CACHE_PAGES, SMALL_POOL // 64)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one at a time", "at once"])
+def test_requests_start_on_anchors(
+    fresh: Fleet, at_once: bool, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    server = fresh["early"]
+    fresh.slow_link.bytes_per_s = SLOW_BYTES_PER_S
+    server.flush()
+    server.wait_until_live()
+    before = server.remote_counters()
+    assert server.ask(prompts, new_tokens, at_once=at_once) == expected
+    now = server.remote_counters()
+    for counter in ("early", "drafts_on_anchors"):
+        assert now[counter] > before[counter], counter
+
+
+@pytest.mark.parametrize("name", ["kept", "kept hosted"])
+def test_kept_anchors_need_only_residuals(
+    fresh: Fleet, name: str, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    server = fresh[name]
+    assert server.ask(prompts, new_tokens, at_once=False) == expected
+    server.wait_until_spilled()
+    assert server.ask(prompts, new_tokens, at_once=False) == expected
+    # The last prompts are in host memory, the first ones on disk.
+    assert server.ask(prompts[::-1], new_tokens, at_once=False) == expected[::-1]
+    assert server.ask(prompts, new_tokens, at_once=True) == expected
+    report = server.report()
+    assert all(num_tokens > 0 for num_tokens in report["counters"]["kept_anchors"].values())
+    loaded = report["prefix_tiers"]["loaded_bytes"]
+    assert loaded["residuals"] > 0
+    assert loaded["anchors"] == 0
+
+
+@pytest.mark.servers("int8", "int8 tiers")
+def test_int8_prefixes_come_back(fleet: Fleet, prompts: list[list[int]], new_tokens: int) -> None:
+    """int8 has no deterministic attention. Prompts are sent one by one with a fixed draft length,
+    and only answers over cached prefixes are compared: both servers then compute the same rows over
+    the same bytes."""
+    plain, tiers = fleet["int8"], fleet["int8 tiers"]
+    for server in (plain, tiers):
+        server.ask(prompts, new_tokens, at_once=False)
+    wanted = plain.ask(prompts, new_tokens, at_once=False)
+    assert tiers.ask(prompts, new_tokens, at_once=False) == wanted
+    assert tiers.hits["host"] > 0
