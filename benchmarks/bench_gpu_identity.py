@@ -2,11 +2,14 @@
 
 usage: python benchmarks/bench_gpu_identity.py --model PATH [--prompts N] [--out PATH]
        python benchmarks/bench_gpu_identity.py --model PATH --deterministic
+       python benchmarks/bench_gpu_identity.py --model PATH --control --isolate
 
 In bf16, a matrix product of 17 rows may round differently from one of 1 row. The larger of two
 nearly equal logits can then change: a tie. The gap is the difference in log-probability of the two
 most likely tokens at the first place where two answers differ.
 --control: compare plain SGLang with itself, too, with fewer requests at once.
+--isolate: find what makes answers differ. Compare drafting with drafting off twice more: with the
+target's attention deterministic alone, and with SGLang's batch-invariant operators alone.
 
 --deterministic: all servers run with --enable-deterministic-inference. Matrix products and
 attention are then batch-invariant, and drafting must not change a token. The server with drafting
@@ -18,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +36,8 @@ from acceptance.report import Figure, write_json
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
+# Folder of a plug-in.
+OPERATORS = ROOT / "benchmarks" / "serving" / "operators"
 # bf16 logits from 16 to 32 have steps of 0.125. Let two runs prefer different tokens of a pair, and
 # let rounding change none of the four logits by more than a step. Then both gaps together are at
 # most two steps. Log-probabilities in fp32 add a little rounding.
@@ -44,10 +51,11 @@ console = Console(width=110)
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Tokens of one answer. gaps: log-probability of each token minus that of the second most
-    likely token."""
+    likely token. pairs: the two most likely tokens of each place."""
 
     tokens: list[int]
     gaps: list[float]
+    pairs: list[frozenset[int]]
 
 
 def main() -> None:
@@ -81,13 +89,16 @@ def main() -> None:
     for target in args.targets:
         kvspec = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
         kvspec |= json.loads(args.kvspec_engine_args)
+        drafting = kvspec | {"kvspec_draft_len": args.draft_len}
         with engine(**kvspec | {"kvspec_draft_len": 0}) as server:
             off = answers(f"{target}, drafting off", server, prompts, args.new_tokens)
-        with engine(**kvspec | {"kvspec_draft_len": args.draft_len}) as server:
+        with engine(**drafting) as server:
             on = answers(target, server, prompts, args.new_tokens)
             unwatched = tokens_alone(server, prompts, args.new_tokens) if args.deterministic else []
         suffix = "" if target == "exact" else f".{target}"
         figures += compare(f"{prefix}{suffix}.mismatches_vs_draft_off", on, off)
+        if args.isolate and target == "exact":
+            figures += isolated(prefix, drafting, prompts, args.new_tokens)
         if unwatched:
             differ = sum(a != b.tokens for a, b in zip(unwatched, off, strict=True))
             name = f"{prefix}{suffix}.mismatches_vs_draft_off.without_logprobs"
@@ -122,6 +133,37 @@ def main() -> None:
     console.print(f"written: {args.out}")
 
 
+def isolated(
+    prefix: str, drafting: dict[str, Any], prompts: Sequence[list[int]], new_tokens: int
+) -> list[Figure]:
+    """Return how many answers differ from drafting off if only attention, or only the operators,
+    give rows that do not depend on the batch. What is left differs because of the other."""
+    figures = []
+    attention = {"kvspec_target_attention": "deterministic"}
+    for name, more in (("attention", attention), ("operators", {})):
+        with batch_invariant_operators() if name == "operators" else nullcontext():
+            with engine(**drafting | more | {"kvspec_draft_len": 0}) as server:
+                off = answers(f"deterministic {name}, drafting off", server, prompts, new_tokens)
+            with engine(**drafting | more) as server:
+                on = answers(f"deterministic {name}", server, prompts, new_tokens)
+        figures += compare(f"{prefix}.deterministic_{name}.mismatches_vs_draft_off", on, off)
+    return figures
+
+
+@contextmanager
+def batch_invariant_operators() -> Iterator[None]:
+    """Start engines with SGLang's batch-invariant operators, and without anything else of
+    deterministic inference."""
+    # Spawned processes look for plug-ins on the sys.path of this process.
+    sys.path.append(str(OPERATORS))
+    os.environ["KVSPEC_INVARIANT_OPERATORS"] = "1"
+    try:
+        yield
+    finally:
+        sys.path.remove(str(OPERATORS))
+        del os.environ["KVSPEC_INVARIANT_OPERATORS"]
+
+
 def prompts_of_all_lengths(model: Path, count: int, longest: int) -> list[list[int]]:
     """Return `count` prompts, with lengths from SHORTEST to `longest` tokens in even steps."""
     windows, _ = cut_prompts(model, count, longest)
@@ -150,6 +192,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--control", action="store_true", help="compare plain SGLang with itself, too"
     )
+    parser.add_argument("--isolate", action="store_true", help="find what makes answers differ")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--commit", default="", help="commit to record (default: what git reports)")
     parser.add_argument(
@@ -158,6 +201,8 @@ def parse_arguments() -> argparse.Namespace:
         help="result file (default: benchmarks/results/identity[_deterministic]_h200.json)",
     )
     args = parser.parse_args()
+    if args.isolate and args.deterministic:
+        parser.error("--isolate makes no sense with --deterministic: then no answer differs")
     if args.out is None:
         kind = "identity_deterministic" if args.deterministic else "identity"
         args.out = ROOT / "benchmarks" / "results" / f"{kind}_h200.json"
@@ -189,6 +234,10 @@ def answers(name: str, server: Any, prompts: Sequence[list[int]], new_tokens: in
         Answer(
             output["output_ids"],
             [two[0][0] - two[1][0] for two in output["meta_info"]["output_top_logprobs"]],
+            [
+                frozenset((two[0][1], two[1][1]))
+                for two in output["meta_info"]["output_top_logprobs"]
+            ],
         )
         for output in outputs
     ]
@@ -207,21 +256,23 @@ def greedy(new_tokens: int) -> dict[str, Any]:
 
 
 def compare(name: str, ours: Sequence[Answer], theirs: Sequence[Answer]) -> list[Figure]:
-    """Return how many answers differ, how many of them differ beyond a tie, and the gaps at the
-    first differing tokens."""
-    gaps = []
+    """Return how many answers differ, how many of them differ beyond a tie or between other pairs
+    of tokens on both sides, and the gaps at the first differing tokens."""
+    gaps, other_pairs = [], 0
     for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         pairs = enumerate(zip(a.tokens, b.tokens, strict=True))
         place = next((i for i, (x, y) in pairs if x != y), None)
         if place is not None:
             gap = max(a.gaps[place], b.gaps[place])
             gaps.append(gap)
+            other_pairs += a.pairs[place] != b.pairs[place]
             console.print(f"{name}: prompt {index} differs from token {place} on, gap {gap:.4f}")
     beyond = sum(gap > TIE_GAP for gap in gaps)
     console.print(f"{name}: {len(gaps)} of {len(ours)} answers differ, {beyond} beyond a tie")
     figures = [
         Figure(name, len(gaps), f"of {len(ours)} answers", None, 0),
         Figure(f"{name}.beyond_a_tie", beyond, f"of {len(ours)} answers", None, 0),
+        Figure(f"{name}.other_pairs", other_pairs, f"of {len(gaps)} first differences", None, 0),
     ]
     if gaps:
         figures += [

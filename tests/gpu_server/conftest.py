@@ -1,8 +1,8 @@
 """Real servers on a GPU, or on the CPU with --cpu. All compute deterministically, so any difference
 between two answers is an error.
 
-One session has one set of prompts, and one server without drafts answers all of them, one at a time.
-Every other server must give these answers, however it got there.
+One session has one set of prompts, and one server without drafts answers them one at a time. Every
+other server must give these answers, however it got there.
 """
 
 from __future__ import annotations
