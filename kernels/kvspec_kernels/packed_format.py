@@ -1,0 +1,127 @@
+"""Byte layout of a packed residual record: with its anchor record, every bit of a page's K and V.
+
+An anchor tells most of a value's sign and exponent. What it does not tell takes 7 to 8 bits in bf16
+instead of 16. How many bits a value gets follows from the anchor alone, so nothing is stored about
+widths. One record holds K and V of one page and KV head, as the other records do (formats.py).
+
+    packed residual record, target exact
+    +----------+----------------------+-------+
+    | fits     | 1, or 0              | uint16|
+    | unused   | zero                 | uint16|
+    | k_starts | [segments]           | uint16|  first word of each segment in the body
+    | v_starts | [segments]           | uint16|
+    | body     | [body_words]         | uint32|
+    +----------+----------------------+-------+
+
+A segment is a group of tiles in the order in which anchors store their codes: 1024 values, 32 in a
+row for each lane, or 512 where groups have two tiles. So a warp finds the start of each lane by
+one prefix sum over the widths of its lanes. In a segment, the codes of its values follow each
+other from the lowest bit of the first word on. Then, from the next multiple of 16 bits on, come
+the raw 16 bits of each value that escaped, in the order of the values. The next segment begins at
+the next word.
+
+A record has room for BODY_BITS an element. A page of a KV head that needs more does not fit: its
+record says so, and its values are kept elsewhere as raw bits.
+
+Numbers of a value x of 16 bits, with anchor value a (as drafts read it, rounded to the KV dtype)
+and scale s of its group:
+
+    ord(x)    the bits of x as a signed integer, with all but the sign flipped if x is negative:
+              its place among all numbers in order. A one-to-one map of all 65536 patterns
+    octaves   (fp32 bits of |a|) >> 22, minus (fp32 bits of s) >> 22: how many times |a| doubles s,
+              in halves, by exponents and first bits of mantissas
+    top       the largest magnitude bits with the exponent of s
+
+Where octaves >= NEAR_ZERO, the code is ord(x) - ord(a), of width(octaves) bits. Nearer to zero,
+the sign and exponent of x are open, and the code is the sign and the distance of |x| below top.
+The code of all ones means that x escaped. Where a or s is not finite, the second rule holds: it
+does not use a, whose NaN bits differ between devices.
+
+All of this is integer arithmetic on bits that every device computes alike: a is a product of at
+most 12 bits of mantissa, exact in fp32, one rounded addition, and one rounding to the KV dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvspec_kernels.codecs.fields import RECORD_ALIGNMENT, FormatError
+from kvspec_kernels.formats import check_sizes
+
+VERSION = 1
+# Bits an element that a body has room for, by the bits of the KV dtype's mantissa. On the models of
+# benchmarks/results/exact_residual.json, less than 1 of 100 records needs more.
+BODY_BITS = {7: 8.125, 10: 11.125}
+MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
+# Below a quarter of the scale, an anchor says too little about the exponent.
+NEAR_ZERO = -2
+# Widths beside the bits of the mantissa. A code of NEAR_BITS reaches 8 octaves below the scale.
+NEAR_BITS, FIRST_BITS, FAR_BITS = 4, 1, -4
+ESCAPE_BITS = 16
+TILE_VALUES = 256
+HEADER_BYTES = 4
+
+
+def code_width(octaves: int, mantissa_bits: int) -> int:
+    """Return the bits of a code. octaves: as in this module's docstring."""
+    if octaves < NEAR_ZERO:
+        return mantissa_bits + NEAR_BITS
+    if octaves < 0:
+        # Where |a| is below the scale, an error can change the exponent.
+        return mantissa_bits + FIRST_BITS + -octaves
+    return mantissa_bits + max(FIRST_BITS - octaves // 2, FAR_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Sizes of a record. num_segments: of K, and as many of V."""
+
+    page_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_sizes(self.page_size, self.head_dim, 4)
+        if self.dtype not in MANTISSA_BITS:
+            raise FormatError(
+                f"a packed residual needs bf16 or fp16, got {self.dtype}: use the raw residual"
+            )
+
+    @property
+    def mantissa_bits(self) -> int:
+        return MANTISSA_BITS[self.dtype]
+
+    @property
+    def num_values(self) -> int:
+        """Values of K, and as many of V."""
+        return self.page_size * self.head_dim
+
+    @property
+    def segment_values(self) -> int:
+        num_tiles = self.num_values // TILE_VALUES
+        return TILE_VALUES * (4 if num_tiles % 4 == 0 else 2)
+
+    @property
+    def num_segments(self) -> int:
+        return self.num_values // self.segment_values
+
+    @property
+    def body_offset(self) -> int:
+        """Offset of the body in bytes, a multiple of 4: both parts have as many starts."""
+        return HEADER_BYTES + 4 * self.num_segments
+
+    @property
+    def body_words(self) -> int:
+        return (self.nbytes - self.body_offset) // 4
+
+    @property
+    def nbytes(self) -> int:
+        body_bits = BODY_BITS[self.mantissa_bits] * 2 * self.num_values
+        used = self.body_offset + int(body_bits) // 8
+        return -(-used // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.nbytes / (2 * self.num_values)
