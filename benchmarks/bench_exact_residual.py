@@ -130,13 +130,13 @@ def quantiles(words: Sequence[int]) -> dict[str, float]:
 
 
 def kv_pages(folder: Path, text: str, length: int, count: int, seed: int) -> Iterator[KV]:
-    """Yield K and V of each prompt, all layers as pages [layers * pages, PAGE_SIZE, heads, D]."""
+    """Yield K and V of each layer of each prompt as pages [pages, PAGE_SIZE, heads, D]."""
     model = Llama(folder, torch.device("cpu"))
     prompts, _ = cut_prompts(folder, count, length, seed, text)
     for prompt in prompts:
         cache, _, _ = model.prefill(prompt[None], 0)
-        k, v = (torch.cat([as_pages(layer[part]) for layer in cache]) for part in range(2))
-        yield k, v
+        for k, v in cache:
+            yield as_pages(k), as_pages(v)
 
 
 def as_pages(part: torch.Tensor) -> torch.Tensor:

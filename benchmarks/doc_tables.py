@@ -159,6 +159,18 @@ LOSSLESS_TITLES = {
     ),
     "lossless.attention.16x32768.21_queries.share_of_copy": ("the same, 21 tokens", ""),
 }
+EXACTRES_TITLES = {
+    "exactres.bits.smollm2": ("bits an element, all included, SmolLM2-135M", "8.3 or less"),
+    "exactres.bits.eval31m": ("the same, eval-31m", "8.3 or less"),
+    "exactres.needed_bits.smollm2": ("bits that values need on average, SmolLM2-135M", ""),
+    "exactres.needed_bits.eval31m": ("the same, eval-31m", ""),
+    "exactres.bits.smollm2.fp16": ("bits an element in fp16, all included, SmolLM2-135M", ""),
+    "exactres.bits.eval31m.fp16": ("the same, eval-31m", ""),
+    "exactres.fallback_share": ("records that do not fit, the worse model, bf16", "0.01 or less"),
+    "exactres.roundtrip.values": ("values that were packed and unpacked", "10^9 or more"),
+    "exactres.roundtrip.mismatches": ("values that came back with other bits", "0"),
+    "exactres.patterns": ("bit patterns in cells of an anchor, of 1,048,576", "all"),
+}
 # Ways to multiply, as they are called in figures.
 PRODUCTS = {"torch": "torch.mm", "sglang": "SGLang, Triton", "deepgemm": "DeepGEMM"}
 PRODUCT_ROWS = (1, 16, 64, 104, 208, 336, 1024, 8192)
@@ -187,6 +199,7 @@ def all_tables() -> dict[str, str]:
         "transfer": transfer_table(_figures("transfer")),
         "hardening": _goals(hardening, HARDENING_TITLES),
         "sparse": _goals(_figures("sparse"), SPARSE_TITLES),
+        "exactres": _goals(_figures("exact_residual"), EXACTRES_TITLES),
         "lossless": _goals(_figures("lossless"), LOSSLESS_TITLES),
         "products": products_table(_figures("deterministic_kernels")),
         "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),

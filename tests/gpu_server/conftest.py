@@ -26,6 +26,8 @@ from live_server import Answers, LiveServer
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORTEST, LONGEST = 150, 3000
+# Files in the order of their tests: what tells most comes first.
+ORDER = ("identity", "features", "prefix_tiers", "disaggregation", "ranks")
 START_AND_ANSWERS = pytest.mark.timeout(900, method="signal")
 
 
@@ -47,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = [item for item in items if Path(item.path).parent == Path(__file__).parent]
     can_run = config.getoption("--cpu") or torch.cuda.is_available()
+    places = {f"test_{name}.py": place for place, name in enumerate(ORDER)}
+    here.sort(key=lambda item: places[Path(item.path).name])
+    items[:] = [item for item in items if item not in here] + here
     for item in here:
         item.add_marker(START_AND_ANSWERS)
         if not can_run:
@@ -89,8 +94,8 @@ def fleet(
     platform: Platform,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Fleet]:
-    """The servers of this session. Those that the chosen tests name in `servers` marks start
-    together, before the first test."""
+    """The servers of this session. On a GPU, those that the chosen tests name in `servers` marks
+    start together, before the first test."""
     named: Sequence[str] = [
         name
         for item in request.session.items
@@ -100,7 +105,8 @@ def fleet(
     ]
     logs = request.config.getoption("--gpu-logs")
     with Fleet(platform, tmp_path_factory.mktemp("servers"), logs) as servers:
-        servers.start("off", *named)
+        if platform.on_gpu:
+            servers.start("off", *named)
         yield servers
 
 
@@ -110,14 +116,17 @@ def expected(fleet: Fleet, prompts: list[list[int]], new_tokens: int) -> Answers
     return fleet["off"].ask(prompts, new_tokens, at_once=False)
 
 
-@pytest.fixture
-def server(request: pytest.FixtureRequest, fleet: Fleet) -> LiveServer:
-    """The server that the test is parametrized with."""
-    return fleet[request.param]
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[LiveServer]:
+    """The server that the test is parametrized with. pytest runs all tests of a server in a row. A
+    CPU's memory has no room for many, so there it stops behind them."""
+    yield fleet[request.param]
+    if not fleet.platform.on_gpu:
+        fleet.stop(request.param)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize `server` with the names in the test's mark `servers`."""
     mark: Any = metafunc.definition.get_closest_marker("servers")
     if "server" in metafunc.fixturenames and mark is not None:
-        metafunc.parametrize("server", mark.args, indirect=True)
+        metafunc.parametrize("server", mark.args, indirect=True, scope="session")

@@ -26,6 +26,8 @@ ON_GPU = (
     "--sampling-backend=pytorch",
     "--disable-prefill-cuda-graph",
     "--enable-deterministic-inference",
+    # An idle scheduler would take a core, and a dozen of them wait for their tests.
+    "--sleep-on-idle",
 )
 # GPU servers draft in rounds.
 ON_CPU = (*CPU_ARGUMENTS, "--kvspec-schedule=rounds")
@@ -41,10 +43,12 @@ COMMON = (
 # Tokens of both pools, and pages of a small residual cache. All prompts together are several times
 # as large as the small pool. The cache holds little more than the longest prompt.
 LARGE_POOL, SMALL_POOL, CACHE_PAGES = 65536, 4096, 60
-# Half of the longest prompt: drafts read it in parts, and small ones are read whole.
+# A tenth of the pages, beside the first and the newest ones, which drafts always read.
 PAGES = ("--kvspec-draft-view=pages", "--kvspec-draft-budget=0.1")
 INT8 = ("--kvspec-target=int8", "--kvspec-draft-len=8")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
+# SGLang retracts a request at every fifth step of several requests.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 HOST = "--kvspec-prefix-host-gb=1"
 WAIT = "--kvspec-prefix-wait-ms=20000"
 
@@ -152,7 +156,7 @@ class Fleet:
             "pages": Spec(PAGES),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", *PAGES)),
-            "crowded": Spec(PAGES, 2 * SMALL_POOL),
+            "crowded": Spec(PAGES, 2 * SMALL_POOL, RETRACT),
             "hosted": Spec(("--kvspec-host-gb=1", *PAGES), environment=small_cache),
             "broken": Spec(PAGES, environment={**faults, "KVSPEC_FAULT_FILE": str(self._broken())}),
             "tiers": Spec((*tiers, *PAGES), SMALL_POOL),

@@ -68,18 +68,20 @@ def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list
     assert answer["meta_info"]["kvspec"]["draft_reads"]["share"] < 0.5
 
 
-def test_residuals_came_from_host_memory(fleet: Fleet) -> None:
-    report = fleet["hosted"].report()
+@pytest.mark.servers("hosted")
+def test_residuals_came_from_host_memory(server: LiveServer) -> None:
+    report = server.report()
     assert report["pools"]["residual_store_pages"] > report["pools"]["residual_cache_pages"]
     assert report["bytes_fetched"] > 0
 
 
-def test_a_crowd_was_retracted(fleet: Fleet) -> None:
-    assert fleet["crowded"].num_retractions > 0
+@pytest.mark.servers("crowded")
+def test_a_crowd_was_retracted(server: LiveServer) -> None:
+    assert server.num_retractions > 0
 
 
-def test_nothing_stays_in_use(fleet: Fleet) -> None:
-    server = fleet["pages"]
+@pytest.mark.servers("pages")
+def test_nothing_stays_in_use(server: LiveServer) -> None:
     server.flush()
     report = server.report()
     assert report["page_states"].pop("ABSENT") == report["pools"]["num_pages"] + 1
