@@ -81,7 +81,10 @@ LAYERS: Mapping[str, Layer] = {
     "kvspec_patches": Layer((*_ADAPTERS, "sglang_kvspec.adapters"), None, sglang=True),
     SPECS: Layer(),
     "kvspec_kernels.formats": Layer((SPECS,), ("torch",)),
-    "kvspec_kernels.reference": Layer(("kvspec_kernels.formats", SPECS), ("torch",)),
+    "kvspec_kernels.packed_format": Layer(("kvspec_kernels.formats", SPECS), ("torch",)),
+    "kvspec_kernels.reference": Layer(
+        ("kvspec_kernels.formats", "kvspec_kernels.packed_format", SPECS), ("torch",)
+    ),
     # torch for CUDA brings cuda-bindings along.
     "kvspec_kernels.jit": Layer(("kvspec_kernels.formats", SPECS), ("torch", "triton", "cuda")),
     "kvspec_kernels.ops": Layer((KERNELS,), ("torch", "triton")),
