@@ -67,7 +67,7 @@ def judge(need: Need, release: str, found: Found | None, reference: Found | None
     """Return the verdict on a symbol. reference: the symbol in the release to compare with."""
     if not need.is_for(release):
         return Cell("-")
-    if need.kind == "method" and reference is None:
+    if need.kind == "method" and reference is None and need.since == REFERENCE:
         # Our own method, which overrides none.
         return Cell("-")
     if found is None:

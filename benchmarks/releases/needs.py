@@ -25,6 +25,19 @@ ADAPTERS = "sglang_kvspec/adapters"
 
 Kind = Literal["hook", "import", "method"]
 
+# Methods that adapters override on some releases only: the first release that calls them, and the
+# first that does not; None for no end.
+_CACHE = "sglang.srt.mem_cache.radix_cache.RadixCache"
+_WORKER = "sglang.srt.speculative.base_spec_worker.BaseSpecWorker"
+METHOD_RELEASES: dict[str, tuple[str, str | None]] = {
+    f"{_CACHE}.cache_finished_req": (SUPPORTED[0], "0.5.21"),
+    f"{_CACHE}.claim_kv_row": ("0.5.21", None),
+    f"{_CACHE}.insert_req": ("0.5.21", None),
+    f"{_CACHE}.free_kv_row": ("0.5.21", None),
+    f"{_WORKER}.update_weights_from_disk": (SUPPORTED[0], "0.5.21"),
+    f"{_WORKER}.update_weights_from_ipc": (SUPPORTED[0], "0.5.21"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class OwnArguments:
@@ -165,7 +178,9 @@ def _methods_in(file: Path, compat: dict[str, dict[str, tuple[str, ...]]]) -> li
             if isinstance(node, ast.FunctionDef) and node.name != "__init__":
                 places = tuple(f"{base}.{node.name}" for base in bases)
                 user = f"{file.parent.name}/{file.stem}"
-                found.append(Need("method", places, (user,), OwnArguments.of(node)))
+                since, until = METHOD_RELEASES.get(places[0], (SUPPORTED[0], None))
+                own = OwnArguments.of(node)
+                found.append(Need("method", places, (user,), own, since, until))
     return found
 
 

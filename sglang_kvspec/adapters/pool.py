@@ -11,6 +11,7 @@ import torch
 from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.compat.memory_pool import KVCache
 from sglang_kvspec.adapters.compat.request_kv import kv_of
+from sglang_kvspec.adapters.compat.runtime_context import get_parallel
 from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, take_plan
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.kv.cache import PagedKVCache
@@ -136,8 +137,9 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
             kv.residuals.keep_checksums()
     else:
         kv = GpuKVCache(geometry, codec, plan, torch.device(kvc.device, kvc.gpu_id))
-    if kvc.ps.tp_rank == 0:
-        logger.info(describe(plan, config, codec, geometry.page_size, kvc.ps.tp_size))
+    parallel = get_parallel()
+    if parallel.tp_rank == 0:
+        logger.info(describe(plan, config, codec, geometry.page_size, parallel.tp_size))
     return KVSpecPool(
         kv,
         start_layer=kvc.layer_info.start_layer,

@@ -47,6 +47,8 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     early: EarlyStarts | None = None
     _starting: Any = None
     _detached: tuple[int, torch.Tensor] | None = None
+    # A request whose row SGLang is about to free.
+    _leaving: Any = None
 
     def __init__(
         self,
@@ -227,26 +229,65 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         if len(slots):
             self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
 
-    # Leaving
+    # Leaving. SGLang calls cache_finished_req() until 0.5.20, and the three methods below it since.
 
     def cache_finished_req(
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
-        tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
-        key = prefix_key(tokens, req).page_aligned(self.page_size)
-        is_whole = not self._has_pending_residuals(req)
-        is_insert = is_insert and is_whole
-        # With overridden embeddings, KV does not follow from tokens.
-        keeps = not self._tiers.is_empty and req.positional_embed_overrides is None and is_whole
-        if keeps and not is_insert:
-            # As a rule it was retracted: it will resume, and the tree has no room for its prefix.
-            slots = self.req_to_token_pool.req_to_token[kv_of(req).req_pool_idx, : len(key)]
-            num_staying = kv_of(req).cache_protected_len // self.page_size
-            self._tiers.demote(*self._encoded(key, slots), num_staying)
+        is_insert = is_insert and not self._has_pending_residuals(req)
+        if not is_insert:
+            self._demote_row(req, kv_len_to_handle)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        if keeps and is_insert and not self.disable_finished_insert:
-            slots = super().match_prefix(MatchPrefixParams(key=key)).device_indices
-            self._tiers.spill(*self._encoded(key, slots))
+        if is_insert and not self.disable_finished_insert:
+            self._spill_row(req, kv_len_to_handle)
+
+    def claim_kv_row(self, req: Any) -> bool:
+        """Note the request whose row SGLang is about to free: free_kv_row() gets none."""
+        self._leaving = req
+        is_claimed: bool = super().claim_kv_row(req)
+        return is_claimed
+
+    def insert_req(self, req: Any, *, up_to: int) -> None:
+        if self._has_pending_residuals(req):
+            return
+        self._leaving = None
+        super().insert_req(req, up_to=up_to)
+        self._spill_row(req, up_to)
+
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        if self._leaving is not None:
+            self._demote_row(self._leaving, ranges[-1][1])
+            self._leaving = None
+        super().free_kv_row(kv, ranges)
+
+    def _demote_row(self, req: Any, length: int) -> None:
+        """Copy the first tokens of a request, which the tree does not take, to the tiers. As a rule
+        the request was retracted: it will resume, and the tree has no room for its prefix."""
+        if not self._may_store(req):
+            return
+        key = self._key_of(req, length)
+        slots = self.req_to_token_pool.req_to_token[kv_of(req).req_pool_idx, : len(key)]
+        num_staying = kv_of(req).cache_protected_len // self.page_size
+        self._tiers.demote(*self._encoded(key, slots), num_staying)
+
+    def _spill_row(self, req: Any, length: int) -> None:
+        """Copy the first tokens of a request, which the tree has taken, to disk."""
+        if not self._may_store(req):
+            return
+        key = self._key_of(req, length)
+        slots = super().match_prefix(MatchPrefixParams(key=key)).device_indices
+        self._tiers.spill(*self._encoded(key, slots))
+
+    def _may_store(self, req: Any) -> bool:
+        """Return True if tiers may take the KV of a request. With overridden embeddings, KV does not
+        follow from tokens."""
+        is_plain = req.positional_embed_overrides is None
+        return not self._tiers.is_empty and is_plain and not self._has_pending_residuals(req)
+
+    def _key_of(self, req: Any, length: int) -> RadixKey:
+        """Return the key of the full pages in a request's first tokens."""
+        tokens = (req.origin_input_ids + req.output_ids)[:length]
+        return prefix_key(tokens, req).page_aligned(self.page_size)
 
     def evict(self, params: EvictParams) -> EvictResult:
         allocator = self.token_to_kv_pool_allocator

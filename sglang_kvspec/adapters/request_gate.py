@@ -44,8 +44,9 @@ _DELIMITERS = "multi_item_delimiter_indices"
 _ROW_FIELDS = (
     *_ONE_FOR_ONE,
     *("return_logprob", "return_sampling_mask", "lora_path", "extra_key"),
-    # Since 0.5.18.
+    # Since 0.5.18, and since 0.5.21.
     *(("cache_salt",) if hasattr(GenerateReqInput, "cache_salt") else ()),
+    *(("sampling_logprobs_mode",) if hasattr(GenerateReqInput, "sampling_logprobs_mode") else ()),
     *("custom_logit_processor", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
     _DELIMITERS,
 )

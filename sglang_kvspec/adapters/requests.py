@@ -38,6 +38,11 @@ def check_request(obj: Any) -> None:
             "--kvspec does not return sampling masks: remove return_sampling_mask or use a plain "
             "server"
         )
+    if getattr(obj, "token_indices_to_pool", None):
+        raise ValueError(
+            "--kvspec does not score at token positions: remove score_extraction_token and "
+            "token_indices_to_pool, or use a plain server"
+        )
 
 
 def sampling_params_of(req: Any) -> SamplingParams:

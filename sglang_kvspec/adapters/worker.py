@@ -39,8 +39,9 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     """
 
     def __init__(
-        self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any
+        self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, ps: Any = None
     ) -> None:
+        """ps: ranks of this process, until 0.5.20; SGLang names all arguments."""
         super().__init__()
         config = config_of(server_args)
         assert config is not None, "the KVSPEC worker was built without --kvspec"

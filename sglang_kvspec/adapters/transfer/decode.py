@@ -188,9 +188,14 @@ class KVSpecReceiver(BaseKVReceiver):  # type: ignore[misc]
         aux_index: int | None = None,
         state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None,
+        destination: Any = "device",
     ) -> None:
-        """Ask for the KV of a prompt, now that SGLang has allocated pages for all of it."""
+        """Ask for the KV of a prompt, now that SGLang has allocated pages for all of it.
+
+        destination: since 0.5.21 the memory of those pages.
+        """
         assert self._link is not None
+        assert destination == "device", "a decode server receives KV into its pool"
         assert not decode_prefix_len, "a decode server keeps no prefixes"
         self._aux_index = aux_index
         pages = [int(page) for page in kv_indices]

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     InitLoadBackParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from kvspec_testkit.runtime.rank_exchange import BOTH, ExchangingRanks, RankExchange
 from sglang_kvspec.adapters import hit_breakdown
@@ -59,6 +59,26 @@ class Request(SimpleNamespace):
 
     def get_fill_ids(self):
         return self.full_untruncated_fill_ids
+
+    def get_evicted_seqlen(self, component):
+        return 0
+
+    def swa_dead_lo(self, page_size):
+        return 0
+
+
+def release(tree, req, is_insert, length):
+    """Release the first tokens of a request, as SGLang's release_kv_cache() does."""
+    if not hasattr(RadixCache, "insert_req"):
+        tree.cache_finished_req(req, is_insert, kv_len_to_handle=length)
+        return
+    # Since 0.5.21.
+    assert not tree.claim_kv_row(req)
+    if is_insert:
+        tree.insert_req(req, up_to=length)
+    tree.free_kv_row(req.kv, [(req.cache_protected_len, length)])
+    tree.unpin(req)
+    tree.on_release(req, inserted=is_insert)
 
 
 # A salt that SGLang keeps in a field of its own where it has one.
@@ -237,7 +257,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if in_group:
             self.allocator.free_group_begin()
         length = len(req.full_untruncated_fill_ids)
-        self.tree.cache_finished_req(req, is_insert, kv_len_to_handle=length)
+        release(self.tree, req, is_insert, length)
         if in_group:
             self.allocator.free_group_end()
 

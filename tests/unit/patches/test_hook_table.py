@@ -66,6 +66,8 @@ def releases_of(hook: Hook) -> str:
     needed = [release for release in SUPPORTED if hook.is_for(release)]
     if needed == list(SUPPORTED):
         return "all"
+    if needed[-1] == SUPPORTED[-1]:
+        return f"from {needed[0]}"
     return f"to {needed[-1]}" if needed[0] == SUPPORTED[0] else f"{needed[0]} to {needed[-1]}"
 
 

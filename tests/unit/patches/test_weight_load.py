@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-from kvspec_patches import weight_load
+from kvspec_patches import weight_load, weight_session, weight_session_end
 from sglang_kvspec.adapters.worker import KVSpecWorker
 
 
@@ -50,6 +50,12 @@ def test_new_weights_end_the_round_of_a_server_without_other_tiers(
     worker.parts = SimpleNamespace(pool=SimpleNamespace(prefix_tiers=None), disaggregation=None)
     weight_load.hook(SimpleNamespace(draft_worker=worker), "distributed")
     assert told == ["overlap"]
+
+
+@pytest.mark.parametrize("module", [weight_session, weight_session_end])
+def test_a_session_of_updates_is_announced(worker: Any, told: list[str], module: Any) -> None:
+    module.hook(SimpleNamespace(draft_worker=worker), None)
+    assert sorted(told) == ["disaggregation", "overlap", "prefix tiers"]
 
 
 def test_every_update_of_weights_is_announced() -> None:
