@@ -25,6 +25,7 @@ from sglang_kvspec.adapters.compat.prefix_cache import (
 )
 from sglang_kvspec.adapters.compat.prefix_keys import prefix_key, salt_of
 from sglang_kvspec.adapters.compat.request_kv import kv_of
+from sglang_kvspec.adapters.ending_requests import EndingRequests
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.prefix_store import PageLink, chain_links
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
@@ -36,7 +37,7 @@ from sglang_kvspec.runtime.remote_prefixes import EarlyStarts, RemotePrefixes, W
 CLOSE_TIMEOUT_S = 3.0
 
 
-class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
+class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
     """SGLang's radix tree of the KV cache, with SGLang's order of eviction and locks.
 
     Nodes are copied to the tiers before they are evicted, finished prefixes at once to disk.
@@ -47,8 +48,6 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
     early: EarlyStarts | None = None
     _starting: Any = None
     _detached: tuple[int, torch.Tensor] | None = None
-    # A request whose row SGLang is about to free.
-    _leaving: Any = None
 
     def __init__(
         self,
@@ -229,38 +228,12 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         if len(slots):
             self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
 
-    # Leaving. SGLang calls cache_finished_req() until 0.5.20, and the three methods below it since.
+    # Leaving
 
-    def cache_finished_req(
-        self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
-    ) -> None:
-        is_insert = is_insert and not self._has_pending_residuals(req)
-        if not is_insert:
-            self._demote_row(req, kv_len_to_handle)
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        if is_insert and not self.disable_finished_insert:
-            self._spill_row(req, kv_len_to_handle)
+    def may_insert(self, req: Any) -> bool:
+        return not self._has_pending_residuals(req)
 
-    def claim_kv_row(self, req: Any) -> bool:
-        """Note the request whose row SGLang is about to free: free_kv_row() gets none."""
-        self._leaving = req
-        is_claimed: bool = super().claim_kv_row(req)
-        return is_claimed
-
-    def insert_req(self, req: Any, *, up_to: int) -> None:
-        if self._has_pending_residuals(req):
-            return
-        self._leaving = None
-        super().insert_req(req, up_to=up_to)
-        self._spill_row(req, up_to)
-
-    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        if self._leaving is not None:
-            self._demote_row(self._leaving, ranges[-1][1])
-            self._leaving = None
-        super().free_kv_row(kv, ranges)
-
-    def _demote_row(self, req: Any, length: int) -> None:
+    def note_dropped(self, req: Any, length: int) -> None:
         """Copy the first tokens of a request, which the tree does not take, to the tiers. As a rule
         the request was retracted: it will resume, and the tree has no room for its prefix."""
         if not self._may_store(req):
@@ -270,7 +243,7 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         num_staying = kv_of(req).cache_protected_len // self.page_size
         self._tiers.demote(*self._encoded(key, slots), num_staying)
 
-    def _spill_row(self, req: Any, length: int) -> None:
+    def note_inserted(self, req: Any, length: int) -> None:
         """Copy the first tokens of a request, which the tree has taken, to disk."""
         if not self._may_store(req):
             return
@@ -279,8 +252,8 @@ class KVSpecRadixCache(RadixCache):  # type: ignore[misc]
         self._tiers.spill(*self._encoded(key, slots))
 
     def _may_store(self, req: Any) -> bool:
-        """Return True if tiers may take the KV of a request. With overridden embeddings, KV does not
-        follow from tokens."""
+        """Return True if tiers may take the KV of a request. It must follow from the tokens, which
+        it does not with overridden embeddings."""
         is_plain = req.positional_embed_overrides is None
         return not self._tiers.is_empty and is_plain and not self._has_pending_residuals(req)
 

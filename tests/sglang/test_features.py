@@ -22,6 +22,7 @@ from harness.feature_answers import (
 )
 from harness.features import CASES, LONG_PROMPT, essence, events, generate, post
 from harness.servers import ServerSwitch
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from kvspec_testkit.monitoring import dashboard_queries, metric_names
 
@@ -125,7 +126,12 @@ def test_an_answer_of_one_token_leaves_nothing_in_the_window(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("return_hidden_states", True), ("custom_logit_processor", '{"callable": "00"}')],
+    [
+        ("return_hidden_states", True),
+        ("custom_logit_processor", '{"callable": "00"}'),
+        # Since 0.5.21.
+        *[("token_indices_to_pool", [0])] * hasattr(GenerateReqInput, "token_indices_to_pool"),
+    ],
 )
 def test_refuses_what_it_cannot_serve(url: str, field: str, value: Any) -> None:
     body = {"text": "x", "sampling_params": {"max_new_tokens": 4}, field: value}

@@ -275,6 +275,26 @@ def test_a_yaml_switch(tmp_path: Path, text: str, is_on: bool) -> None:
     assert (activation.config_of(args) is not None) == is_on
 
 
+@pytest.mark.skipif(
+    parse_version(metadata.version("sglang")) < (0, 5, 21), reason="SGLang lacks these flags"
+)
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (f"{PREFILL_FLAGS} --enable-pd-role-switch", "keep their role"),
+        (f"{DECODE} --disaggregation-enable-kv-checksum", "checksums"),
+        (f"{DECODE} --disaggregation-decode-host-receive-threshold 0.5", "its own tiers"),
+    ],
+)
+def test_flags_of_later_releases(
+    capsys: pytest.CaptureFixture[str], flags: str, expected: str
+) -> None:
+    line = refusal(capsys, "--kvspec", *flags.split())
+    assert flags.removeprefix(DECODE).removeprefix(PREFILL_FLAGS).split()[0] in line
+    assert "leave it unset" in line or "allowed: 0.0" in line
+    assert expected in line
+
+
 @pytest.mark.parametrize("flags", ["--kvspec true", "--kvspec=true", "--kvspec", "--kvspec false"])
 def test_the_switch_may_have_a_value(flags: str) -> None:
     args = prepare_server_args([*BASE, *flags.split()])

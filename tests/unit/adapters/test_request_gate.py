@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
@@ -161,6 +162,11 @@ MISMATCHED = [
         },
     ),
     ("token_ids_logprob", {"text": ["x", "y"], "token_ids_logprob": [[1], [2], [3]]}),
+    # Since 0.5.21.
+    *[
+        ("sampling_logprobs_mode", {"text": ["x", "y"], "sampling_logprobs_mode": ["support"]}),
+    ]
+    * hasattr(GenerateReqInput, "sampling_logprobs_mode"),
 ]
 
 
@@ -265,6 +271,8 @@ class _Tokenizer:
         return list(text.encode())
 
 
+# Since 0.5.21 SGLang itself refuses seeds of numpy.
+SEEDS_MAY_BE_NUMPY = "sampling_seed" not in inspect.getsource(SamplingParams.verify)
 # Parameters that releases since 0.5.19 have.
 NEW_FIELDS = {"beam_width", "ebnf_full_assistant"}
 
@@ -280,7 +288,7 @@ def test_every_parameter_of_sglang_is_known():
     ("name", "value"),
     [
         *[(name, np.int64(3)) for name in ("n", "max_new_tokens", "min_new_tokens", "top_k")],
-        ("sampling_seed", np.int32(-3)),
+        *[("sampling_seed", np.int32(-3))] * SEEDS_MAY_BE_NUMPY,
         ("temperature", np.float64(0.5)),
         ("temperature", np.float32(0.5)),
         ("top_p", np.float16(0.5)),
