@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from harness.references import PlainReference, Setting, Workload
 from harness.scenarios import FORCED_RETRACTION, STRICT_CHECKS, STRICT_FAMILIES
 from harness.servers import Announce, ServerSpec, ServerSwitch
 from harness.suite import Answers, Suite, run_one_by_one
+
+from sglang_kvspec.core.sglang_releases import parse_version
 
 pytestmark = pytest.mark.server
 
@@ -164,6 +167,24 @@ def test_an_update_of_weights_ends_the_use_of_the_disk(
     assert total_hits(again)["disk"] == 0
     after = client.kvspec_report()["prefix_tiers"]["disk"]
     assert after["counters"]["anchors_written"] == before["counters"]["anchors_written"]
+
+
+@pytest.mark.skipif(
+    parse_version(version("sglang")) < (0, 5, 21), reason="SGLang has no sessions of updates"
+)
+def test_a_session_of_updates_ends_the_use_of_the_disk(
+    servers: ServerSwitch, start: StartServer, cold: list[Output]
+) -> None:
+    servers.release()
+    client = start()
+    assert not client.kvspec_report()["prefix_tiers"]["disk"]["is_stale"]
+    for step in ("begin", "end"):
+        reply = requests.post(f"{client.base_url}/{step}_weight_update", json={}, timeout=60)
+        assert reply.json()["success"], reply.text
+        assert client.kvspec_report()["prefix_tiers"]["disk"]["is_stale"]
+    again = ask(client)
+    assert tokens_of(again) == tokens_of(cold)
+    assert total_hits(again)["disk"] == 0
 
 
 WORKLOAD = Workload(DEMO_MODEL, (127, 1500, 300, 2600, 192, 350, 200, 1025), max_new_tokens=80)
