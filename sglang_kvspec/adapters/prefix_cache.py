@@ -12,6 +12,7 @@ import torch
 from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.common_hits import CommonHits, PrefixLookup
 from sglang_kvspec.adapters.compat.free_groups import holds_frees
+from sglang_kvspec.adapters.compat.load_back import takes_parts
 from sglang_kvspec.adapters.compat.prefix_cache import (
     EvictParams,
     EvictResult,
@@ -27,12 +28,14 @@ from sglang_kvspec.adapters.compat.prefix_keys import prefix_key, salt_of
 from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.ending_requests import EndingRequests
 from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.page_sources import Loaded
 from sglang_kvspec.kv.prefix_store import PageLink, chain_links
 from sglang_kvspec.kv.prefix_tiers import PrefixTiers
 from sglang_kvspec.runtime.common_prefixes import CommonPrefixes
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes import EarlyStarts, RemotePrefixes, WaitingRequests
 
+NOTHING = Loaded(0, 0)
 # Seconds that a server waits, when it ends, for pages on their way to disk.
 CLOSE_TIMEOUT_S = 3.0
 
@@ -48,6 +51,9 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
     early: EarlyStarts | None = None
     _starting: Any = None
     _detached: tuple[int, torch.Tensor] | None = None
+    # The newest load. The part of a promised hit that is in the tree, where SGLang takes none.
+    _loaded = NOTHING
+    _part: Loaded | None = None
 
     def __init__(
         self,
@@ -118,11 +124,12 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
         links = list(known) if len(known) == len(key) // self.page_size else self._links(key)
         return PrefixLookup(len(resident) // self.page_size, links)
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode] | None:
         """Load what match_prefix() found in tiers, up to the first page that is gone or damaged.
         SGLang calls this with the node above locked and room in its budget of tokens.
 
-        Returns (slots, node of the whole prefix). SGLang computes what is not loaded.
+        Returns (slots, node of the whole prefix). SGLang computes what is not loaded. Returns None
+        if SGLang must match the request again: see take_part().
         """
         req = params.req
         assert req is not None, "SGLang must pass the request"
@@ -139,11 +146,10 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
         num_tokens = loaded.num_pages * self.page_size
         self._give_back(slots[num_tokens:])
         slots = slots[:num_tokens]
-        # SGLang reports these hits of the request by tier.
-        req.host_hit_length = num_tokens
-        num_stored = loaded.num_from_disk + loaded.num_from_remote
-        req.storage_hit_length = num_stored * self.page_size
-        hit_breakdown.note(req, loaded, self.page_size)
+        is_taken = num_tokens in (0, params.host_hit_length) or takes_parts()
+        if is_taken:
+            self._loaded = loaded
+            self._count_hits(req, loaded)
         node = params.best_match_node
         # Other requests cannot use anchors alone: such a prefix stays out of the tree.
         if num_tokens and not self._has_pending_residuals(req):
@@ -156,7 +162,27 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
             )
             assert inserted.prefix_len == start, "the tree changed during a lookup"
             node = inserted.last_device_node
-        return slots, node
+        if is_taken:
+            return slots, node
+        self._part = loaded
+        return None
+
+    def take_part(self) -> Loaded | None:
+        """Return the part of a hit for which init_load_back() has returned None, once."""
+        part, self._part = self._part, None
+        return part
+
+    def count_parts(self, req: Any, parts: Loaded) -> None:
+        """Count parts of hits of an admitted request, which found them in the tree."""
+        self._count_hits(req, parts.plus(self._loaded) if req.host_hit_length else parts)
+        req.host_loaded_length = req.host_hit_length
+
+    def _count_hits(self, req: Any, loaded: Loaded) -> None:
+        """Let SGLang report these hits of a request by tier."""
+        req.host_hit_length = loaded.num_pages * self.page_size
+        num_stored = loaded.num_from_disk + loaded.num_from_remote
+        req.storage_hit_length = num_stored * self.page_size
+        hit_breakdown.note(req, loaded, self.page_size)
 
     # Starting on anchors
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.compat.scheduling import AddReqResult, get_alloc_reserve_per_decode
+from sglang_kvspec.adapters.prefix_cache import NOTHING, KVSpecRadixCache
 from sglang_kvspec.adapters.requests import priority_of
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.kv.residual_table import ResidualState
@@ -46,9 +47,22 @@ def add_if_it_fits(add: Callable[..., Any], adder: Any, req: Any, args: Any, kwa
         pressure.note_decision(lacks_pages=True)
         return AddReqResult.NO_TOKEN
     num_added = len(adder.can_run_list)
-    result = add(adder, req, *args, **kwargs)
+    result = _add(add, adder, req, args, kwargs)
     is_added = len(adder.can_run_list) > num_added
     pressure.note_decision(lacks_pages=not is_added and result == AddReqResult.NO_TOKEN)
+    return result
+
+
+def _add(add: Callable[..., Any], adder: Any, req: Any, args: Any, kwargs: Any) -> Any:
+    """Run PrefillAdder.add_one_req. Where SGLang takes whole hits only, run it again for a request
+    of whose prefix a part came from the tiers: the request finds that part in the tree."""
+    result, tree, parts = add(adder, req, *args, **kwargs), adder.tree_cache, NOTHING
+    while isinstance(tree, KVSpecRadixCache) and (part := tree.take_part()) is not None:
+        parts = parts.plus(part)
+        req.init_next_round_input(tree)
+        result = add(adder, req, *args, **kwargs)
+    if parts.num_pages and adder.can_run_list[-1:] == [req]:
+        tree.count_parts(req, parts)
     return result
 
 

@@ -37,6 +37,10 @@ class Loaded(NamedTuple):
             num_from_remote=self.num_from_remote + num_pages,
         )
 
+    def plus(self, other: Loaded) -> Loaded:
+        """Return the numbers of both together."""
+        return Loaded(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
     @classmethod
     def of(cls, sources: Sequence[int]) -> Loaded:
         """Count the pages of a prefix by source, up to the first page that came from none."""

@@ -29,9 +29,10 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from kvspec_testkit.runtime.rank_exchange import BOTH, ExchangingRanks, RankExchange
 from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
+from sglang_kvspec.adapters.compat.load_back import takes_parts
 from sglang_kvspec.adapters.compat.prefix_keys import prefix_key
 from sglang_kvspec.adapters.pool import KVSpecPool
-from sglang_kvspec.adapters.prefix_cache import KVSpecRadixCache
+from sglang_kvspec.adapters.prefix_cache import NOTHING, KVSpecRadixCache
 from sglang_kvspec.kv.kept_anchors import KeptAnchors
 from sglang_kvspec.kv.prefix_store import (
     StoreIdentity,
@@ -182,25 +183,16 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             cached_tokens_host=NUM_PAGES * SIZE,
             cached_tokens_storage=NUM_PAGES * SIZE,
         )
-        key = prefix_key(tokens, req, limit=len(tokens) - 1)
-        with self.tree.in_pass(lambda: [req]):
-            match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
-        room = self.allocator.available_size() + self.tree.evictable_size()
-        if len(tokens) - len(match.device_indices) + 2 * SIZE > room:
-            return
-        req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
-        req.host_hit_length = match.host_hit_length
-        req.storage_hit_length = 0
-        resident = len(req.prefix_indices)
-        self.tree.inc_lock_ref(match.last_device_node)
-        if req.host_hit_length:
-            slots, req.last_node = self.tree.init_load_back(
-                InitLoadBackParams(match.best_match_node, match.host_hit_length, req=req)
-            )
-            assert len(slots) == req.host_hit_length
-            req.prefix_indices = torch.cat([req.prefix_indices, slots])
-        self.tree.inc_lock_ref(req.last_node)
-        self.tree.dec_lock_ref(match.last_device_node)
+        key, parts = prefix_key(tokens, req, limit=len(tokens) - 1), NOTHING
+        while True:
+            if not self.match(req, key):
+                return
+            if self.load_back(req):
+                break
+            parts = parts.plus(self.tree.take_part())
+        if parts.num_pages:
+            self.tree.count_parts(req, parts)
+        resident = len(req.prefix_indices) - req.host_hit_length
         self.hits["resident"] += resident
         self.hits["disk"] += req.storage_hit_length
         self.hits["host"] += req.host_hit_length - req.storage_hit_length
@@ -220,6 +212,39 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.req_to_token[req.req_pool_idx, : len(tokens)] = row.int()
         self.prefill(req, row, cached)
         self.running.append(req)
+
+    def match(self, req, key):
+        """Find a request's prefix. Return False if there is no room for the request."""
+        with self.tree.in_pass(lambda: [req]):
+            match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
+        room = self.allocator.available_size() + self.tree.evictable_size()
+        num_tokens = len(req.full_untruncated_fill_ids)
+        if num_tokens - len(match.device_indices) + 2 * SIZE > room:
+            return False
+        req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
+        req.best_match_node = match.best_match_node
+        req.host_hit_length, req.storage_hit_length = match.host_hit_length, 0
+        return True
+
+    def load_back(self, req):
+        """Load what match() found in the tiers, and lock the prefix. Return False if the request
+        must be matched again."""
+        above, promised = req.last_node, req.host_hit_length
+        self.tree.inc_lock_ref(above)
+        if promised:
+            loaded = self.tree.init_load_back(
+                InitLoadBackParams(req.best_match_node, promised, req=req)
+            )
+            if loaded is None:
+                self.tree.dec_lock_ref(above)
+                return False
+            slots, req.last_node = loaded
+            assert len(slots) == req.host_hit_length
+            assert takes_parts() or len(slots) in (0, promised)
+            req.prefix_indices = torch.cat([req.prefix_indices, slots])
+        self.tree.inc_lock_ref(req.last_node)
+        self.tree.dec_lock_ref(above)
+        return True
 
     def prefill(self, req, row, cached):
         """Write the KV of new pages. The newest full page and the rest stay in the window."""
