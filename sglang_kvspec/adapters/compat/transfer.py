@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang.srt.disaggregation.base.conn import (
+    BaseKVManager,
     BaseKVReceiver,
     BaseKVSender,
     KVArgs,
@@ -16,6 +17,7 @@ from sglang.srt.disaggregation.common.conn import (
 )
 
 __all__ = [
+    "BaseKVManager",
     "BaseKVReceiver",
     "BaseKVSender",
     "CommonKVBootstrapServer",

@@ -13,7 +13,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from sglang_kvspec.adapters.compat.environ import envs
-from sglang_kvspec.adapters.compat.transfer import BaseKVReceiver, KVPoll, PrefillServerInfo
+from sglang_kvspec.adapters.compat.transfer import (
+    BaseKVManager,
+    BaseKVReceiver,
+    KVPoll,
+    PrefillServerInfo,
+)
 from sglang_kvspec.adapters.transfer.directory import Answer, Asker, Directory, query_route
 from sglang_kvspec.adapters.transfer.links import PrefillLinks
 from sglang_kvspec.adapters.transfer.peers import (
@@ -35,7 +40,7 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 20.0
 
 
-class DecodeManager:
+class DecodeManager(BaseKVManager):  # type: ignore[misc]
     """SGLang's KV manager of a decode rank. Owns a link to every prefill server, by the address of
     its bootstrap server. A link joins those ranks of the server that have this rank's KV heads."""
 

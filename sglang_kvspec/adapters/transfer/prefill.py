@@ -10,7 +10,12 @@ from typing import Any
 import requests
 
 from sglang_kvspec.adapters.compat.environ import envs
-from sglang_kvspec.adapters.compat.transfer import BaseKVSender, KVPoll, KVTransferMetric
+from sglang_kvspec.adapters.compat.transfer import (
+    BaseKVManager,
+    BaseKVSender,
+    KVPoll,
+    KVTransferMetric,
+)
 from sglang_kvspec.adapters.transfer.peers import (
     WEIGHTS_CHANGED,
     Serving,
@@ -32,7 +37,7 @@ BURST_BYTES = 256 << 10
 _REGISTER_TIMEOUT_S = 30.0
 
 
-class PrefillManager:
+class PrefillManager(BaseKVManager):  # type: ignore[misc]
     """SGLang's KV manager of a prefill rank. Owns the port from which this rank's KV is sent."""
 
     def __init__(self, kv_args: Any, server_args: Any, serving: Serving) -> None:
