@@ -120,7 +120,8 @@ def test_after_a_kill_and_with_damaged_pages(
     assert tokens_of(again) == tokens_of(cold)
     assert again[0].cached_len == 0
     second = 20 - pages_of(cold[0], LENGTHS[0])
-    assert again[1].hit_tokens == {"resident": 0, "host": 0, "disk": second * PAGE_SIZE}
+    hits = {"resident": 0, "host": 0, "disk": second * PAGE_SIZE, "remote": 0}
+    assert again[1].hit_tokens == hits
     for answer, length in zip(again[2:], LENGTHS[2:], strict=True):
         assert answer.hit_tokens["disk"] == (length - 1) // PAGE_SIZE * PAGE_SIZE
     counters = client.kvspec_report()["prefix_tiers"]["disk"]["counters"]
