@@ -27,9 +27,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from kvspec_testkit.runtime.rank_exchange import BOTH, ExchangingRanks, RankExchange
-from sglang_kvspec.adapters import hit_breakdown
+from sglang_kvspec.adapters import hit_breakdown, prefix_cache
 from sglang_kvspec.adapters.allocator import KVSpecAllocator
-from sglang_kvspec.adapters.compat.load_back import takes_parts
 from sglang_kvspec.adapters.compat.prefix_keys import prefix_key
 from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.adapters.prefix_cache import NOTHING, KVSpecRadixCache
@@ -240,7 +239,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 return False
             slots, req.last_node = loaded
             assert len(slots) == req.host_hit_length
-            assert takes_parts() or len(slots) in (0, promised)
+            assert prefix_cache.takes_parts() or len(slots) in (0, promised)
             req.prefix_indices = torch.cat([req.prefix_indices, slots])
         self.tree.inc_lock_ref(req.last_node)
         self.tree.dec_lock_ref(above)
