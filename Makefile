@@ -17,7 +17,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 PYTHON := $(VENV)/bin/python
-UNIT_TESTS = $(filter-out %.md tests/__pycache__ tests/sglang,$(wildcard tests/*))
+UNIT_TESTS = $(filter-out %.md tests/__pycache__ tests/sglang tests/gpu_server,$(wildcard tests/*))
 # Tests of servers that share none with the others, behind the unit tests, so that both lanes take
 # about as long.
 SECOND_LANE := $(addprefix tests/sglang/,test_disaggregation.py test_prefix_server.py test_teeth.py)

@@ -137,7 +137,7 @@ def isolated(
     prefix: str, drafting: dict[str, Any], prompts: Sequence[list[int]], new_tokens: int
 ) -> list[Figure]:
     """Return how many answers differ from drafting off if only attention, or only the operators,
-    give rows that do not depend on the batch. What is left differs because of the other."""
+    give rows that do not depend on the batch. What is left differs because of the rest."""
     figures = []
     attention = {"kvspec_target_attention": "deterministic"}
     for name, more in (("attention", attention), ("operators", {})):
@@ -201,6 +201,8 @@ def parse_arguments() -> argparse.Namespace:
         help="result file (default: benchmarks/results/identity[_deterministic]_h200.json)",
     )
     args = parser.parse_args()
+    if args.isolate and "exact" not in args.targets:
+        parser.error("--isolate needs the target exact")
     if args.isolate and args.deterministic:
         parser.error("--isolate makes no sense with --deterministic: then no answer differs")
     if args.out is None:

@@ -97,8 +97,8 @@ class Run:
                 while left:
                     point = left[0]
                     is_cached = point == cached and self._args.measure == "decode"
-                    measured = self._measure_point(server, system, point, max_running, is_cached)
-                    cached = point if measured else None
+                    stays = self._measure_point(server, system, point, max_running, is_cached)
+                    cached = point if stays else None
                     left.pop(0)
         except OutOfTime:
             self._miss(system, left, "the run reached --time-limit")
@@ -110,8 +110,8 @@ class Run:
     def _measure_point(
         self, server: LiveServer, system: System, point: Point, max_running: int, is_cached: bool
     ) -> bool:
-        """Measure one point. If its requests fail, note the point as missing. Return whether it was
-        measured."""
+        """Measure one point. If its requests fail, note the point as missing. Return whether its
+        prompts are in the prefix cache now."""
         args = self._args
         point = server.resolve(point, args.output_len, max_running)
         self._say(f"{point.label} {system.name}")
@@ -136,7 +136,8 @@ class Run:
         if record.note:
             console.print(f"{point.label} {system.name}: {record.note}")
         report(args, self.source)
-        return True
+        # Of a pass that was dropped, prompts were not cached.
+        return record.decode_rate is not None
 
     def _server(self, model: Model, system: System, points: list[Point]) -> LiveServer:
         return live_server(

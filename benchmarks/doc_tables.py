@@ -126,8 +126,11 @@ SPARSE_TITLES = {
         "8B, 128K, `int8` with 12 requests: tokens/s against plain SGLang's best, 6 requests",
         "4 or more",
     ),
-    "sparse.identity.mismatches": ("answers of 484 that differ from plain SGLang, fp32, CPU", "0"),
-    "sparse.identity.near_ties": ("the same, at a measured tie of fp32", ""),
+    "sparse.identity.mismatches": (
+        "answers of 484 that differ from plain SGLang beyond a tie, fp32, CPU",
+        "0",
+    ),
+    "sparse.identity.near_ties": ("answers that differ at a measured tie of fp32", ""),
     "sparse.identity.gpu.deterministic.mismatches_vs_draft_off": (
         "answers of 200 that differ from drafting off, eval-31m, deterministic",
         "0",
@@ -167,7 +170,10 @@ EXACTRES_TITLES = {
     "exactres.bits.smollm2.fp16": ("bits an element in fp16, all included, SmolLM2-135M", ""),
     "exactres.bits.eval31m.fp16": ("the same, eval-31m", ""),
     "exactres.fallback_share": ("records that do not fit, the worse model, bf16", "0.01 or less"),
-    "exactres.roundtrip.values": ("values that were packed and unpacked", "10^9 or more"),
+    "exactres.roundtrip.values": (
+        "values of all records, in bf16 and again in fp16",
+        "10^9 or more",
+    ),
     "exactres.roundtrip.mismatches": ("values that came back with other bits", "0"),
     "exactres.patterns": ("bit patterns in cells of an anchor, of 1,048,576", "all"),
 }

@@ -28,14 +28,22 @@ and scale s of its group:
 
     ord(x)    the bits of x as a signed integer, with all but the sign flipped if x is negative:
               its place among all numbers in order. A one-to-one map of all 65536 patterns
-    octaves   (fp32 bits of |a|) >> 22, minus (fp32 bits of s) >> 22: how many times |a| doubles s,
-              in halves, by exponents and first bits of mantissas
-    top       the largest magnitude bits with the exponent of s
+    steps     (fp32 bits of |a|) >> 22, minus (fp32 bits of s) >> 22: by how many half octaves |a|
+              is above s, from exponents and first bits of mantissas
+    top       the largest magnitude bits with the exponent of s, in the KV dtype: for fp16 the
+              exponent less 112, and at least 0; at most 0x7FFF
+    w         width(steps); m is 2^(w-1) - 1
 
-Where octaves >= NEAR_ZERO, the code is ord(x) - ord(a), of width(octaves) bits. Nearer to zero,
-the sign and exponent of x are open, and the code is the sign and the distance of |x| below top.
-The code of all ones means that x escaped. Where a or s is not finite, the second rule holds: it
-does not use a, whose NaN bits differ between devices.
+The code of a value has w bits:
+
+    far       steps >= NEAR_ZERO: ord(x) - ord(a) + m, if the difference is from -m to m
+    near      otherwise: (distance << 1) | sign, with distance = top - magnitude bits of x, if it is
+              from 0 to m - 1. Nearer to zero than about half a scale, the anchor leaves sign and
+              exponent of x open
+    escape    all ones, for any other x
+
+Where a or s is not finite, the rule is `near`: it does not use a, whose NaN bits differ between
+devices.
 
 All of this is integer arithmetic on bits that every device computes alike: a is a product of at
 most 12 bits of mantissa, exact in fp32, one rounded addition, and one rounding to the KV dtype.
@@ -55,23 +63,23 @@ VERSION = 1
 # benchmarks/results/exact_residual.json, less than 1 of 100 records needs more.
 BODY_BITS = {7: 8.125, 10: 11.125}
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
-# Below a quarter of the scale, an anchor says too little about the exponent.
+# In half octaves: below half of the scale, an anchor says too little about the exponent.
 NEAR_ZERO = -2
-# Widths beside the bits of the mantissa. A code of NEAR_BITS reaches 8 octaves below the scale.
+# Widths beside the bits of the mantissa. A near code reaches 8 octaves below the scale.
 NEAR_BITS, FIRST_BITS, FAR_BITS = 4, 1, -4
 ESCAPE_BITS = 16
 TILE_VALUES = 256
 HEADER_BYTES = 4
 
 
-def code_width(octaves: int, mantissa_bits: int) -> int:
-    """Return the bits of a code. octaves: as in this module's docstring."""
-    if octaves < NEAR_ZERO:
+def code_width(steps: int, mantissa_bits: int) -> int:
+    """Return the bits of a code. steps: as in this module's docstring."""
+    if steps < NEAR_ZERO:
         return mantissa_bits + NEAR_BITS
-    if octaves < 0:
+    if steps < 0:
         # Where |a| is below the scale, an error can change the exponent.
-        return mantissa_bits + FIRST_BITS + -octaves
-    return mantissa_bits + max(FIRST_BITS - octaves // 2, FAR_BITS)
+        return mantissa_bits + FIRST_BITS - steps
+    return mantissa_bits + max(FIRST_BITS - steps // 2, FAR_BITS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,10 +116,10 @@ class Fleet:
         healthy."""
         begin = time.monotonic()
         new = [name for name in dict.fromkeys(names) if name not in self._servers]
-        for name in new:
-            self._servers[name] = self._stack.enter_context(self._make(name))
-        for name in new:
-            self._servers[name].wait_healthy(START_TIMEOUT_S)
+        starting = {name: self._stack.enter_context(self._make(name)) for name in new}
+        for name, server in starting.items():
+            server.wait_healthy(START_TIMEOUT_S)
+            self._servers[name] = server
         if new:
             print(f"healthy after {time.monotonic() - begin:.0f} s: {', '.join(new)}")
 

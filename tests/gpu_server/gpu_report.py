@@ -47,6 +47,7 @@ class GpuReport:
             "outcomes": self._outcomes,
             "seconds": self._seconds,
         }
-        device = torch.device("cpu" if option("--cpu") else "cuda")
+        on_gpu = torch.cuda.is_available() and not option("--cpu")
+        device = torch.device("cuda" if on_gpu else "cpu")
         commit = option("--gpu-commit")
         write_json(path, "gpu_tests", device, settings, figures, commit=commit)

@@ -49,6 +49,31 @@ def test_same_as_without_drafts(
     assert server.report()["ranks"] == 2
 
 
+def test_a_seed_gives_the_same_text(
+    fleet: Fleet, prompts: list[list[int]], new_tokens: int
+) -> None:
+    params = {"temperature": 0.8, "max_new_tokens": new_tokens, "ignore_eos": True}
+    bodies = [
+        {"input_ids": prompt, "sampling_params": {**params, "sampling_seed": seed}}
+        for seed, prompt in enumerate(prompts)
+    ]
+    found, wanted = (
+        [answer["output_ids"] for answer in fleet[name].send(bodies)]
+        for name in ("ranks", "ranks off")
+    )
+    assert found == wanted
+
+
+def test_over_cached_prefixes(
+    fleet: Fleet, prompts: list[list[int]], new_tokens: int, expected_of_ranks: Answers
+) -> None:
+    server = fleet["ranks"]
+    before = server.hits["resident"]
+    asked = prompts[-2:] * 2
+    assert server.ask(asked, new_tokens, at_once=False) == expected_of_ranks[-2:] * 2
+    assert server.hits["resident"] > before
+
+
 def test_tiers_of_ranks_that_drift(
     fleet: Fleet, prompts: list[list[int]], new_tokens: int, expected_of_ranks: Answers
 ) -> None:

@@ -133,14 +133,14 @@ class _Rule:
         """Derive the rule from anchors alone. values: pages [N, P, H, D] that they decode to."""
         magnitude = values.float().abs().contiguous().view(torch.int32)
         scale = _scales(part, anchors, anchor_layout, values.shape).view(torch.int32)
-        octaves = (magnitude >> 22) - (scale >> 22)
+        steps = (magnitude >> 22) - (scale >> 22)
         exponent = scale >> 23
         is_finite = (exponent < NOT_FINITE) & (magnitude >> 23 < NOT_FINITE)
-        near = (octaves < NEAR_ZERO) | ~is_finite
+        near = (steps < NEAR_ZERO) | ~is_finite
         mantissa = layout.mantissa_bits
-        below = FIRST_BITS - octaves
-        above = (FIRST_BITS - (octaves >> 1)).clamp_min(FAR_BITS)
-        extra = torch.where(octaves < 0, below, above)
+        below = FIRST_BITS - steps
+        above = (FIRST_BITS - (steps >> 1)).clamp_min(FAR_BITS)
+        extra = torch.where(steps < 0, below, above)
         width = mantissa + torch.where(near, NEAR_BITS, extra)
         if layout.dtype == torch.float16:
             exponent = exponent - FP16_BIAS

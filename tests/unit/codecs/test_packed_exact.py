@@ -135,8 +135,8 @@ def test_widths_follow_the_rule_of_the_format():
     values, anchors, anchor_layout, layout = packed.known
     rule = packed_exact._Rule.of("k", values[0], anchors, anchor_layout, layout)
     scale = packed_exact._scales("k", anchors, anchor_layout, k.shape).view(torch.int32)
-    octaves = (values[0].float().abs().view(torch.int32) >> 22) - (scale >> 22)
-    wanted = octaves.clone().apply_(lambda n: code_width(n, 7))
+    steps = (values[0].float().abs().view(torch.int32) >> 22) - (scale >> 22)
+    wanted = steps.clone().apply_(lambda n: code_width(n, 7))
     assert torch.equal(packed_exact._segments(wanted, "k", layout).long(), rule.width)
     assert rule.width.min() >= 3
     assert rule.width.max() == 11
