@@ -156,13 +156,12 @@ def add(found: dict[str, Found], key: str, anchored: KV, pages: KV) -> None:
     layout = PackedLayout(PAGE_SIZE, pages[0].shape[3], pages[0].dtype)
     anchors = codec.encode(*anchored).anchor
     known = (codec.decode_anchor(anchors), anchors, codec.anchor_layout, layout)
-    records, fits = packed_exact.encode(*pages, *known)
+    records, fits, used = packed_exact.encode(*pages, *known)
     decoded = packed_exact.decode(records, *known)
     each = found.setdefault(key, Found(layout))
     each.records += fits.numel()
     each.unfit += int((~fits).sum())
     each.values += sum(part.numel() for part in pages)
-    used = packed_exact.words_needed(*pages, *known)
     each.used_words += used.flatten().tolist()
     for ours, theirs in zip(decoded, pages, strict=True):
         differ = (ours.view(torch.int16) != theirs.contiguous().view(torch.int16)).sum((1, 3))

@@ -92,7 +92,7 @@ class Run:
                 console.print(f"{model.name} {system.name}: healthy after {started_s:.0f} s")
                 self._first_start = False
                 max_running = self._max_running(points)
-                # Of a point's repeats, the first leaves its prompts in the prefix cache.
+                # The first repeat of a point leaves its prompts in the prefix cache.
                 cached: Point | None = None
                 while left:
                     point = left[0]
@@ -136,7 +136,7 @@ class Run:
         if record.note:
             console.print(f"{point.label} {system.name}: {record.note}")
         report(args, self.source)
-        # Of a pass that was dropped, prompts were not cached.
+        # The prompts of a dropped pass were not cached.
         return record.decode_rate is not None
 
     def _server(self, model: Model, system: System, points: list[Point]) -> LiveServer:

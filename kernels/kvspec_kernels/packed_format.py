@@ -67,6 +67,8 @@ MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 NEAR_ZERO = -2
 # Widths beside the bits of the mantissa. A near code reaches 8 octaves below the scale.
 NEAR_BITS, FIRST_BITS, FAR_BITS = 4, 1, -4
+# From here on, widths stay the same.
+LAST_STEP = 2 * (FIRST_BITS - FAR_BITS)
 ESCAPE_BITS = 16
 TILE_VALUES = 256
 HEADER_BYTES = 4

@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from kvspec_kernels.formats import RecordLayout
 from kvspec_kernels.packed_format import (
     ESCAPE_BITS,
-    FAR_BITS,
-    FIRST_BITS,
     HEADER_BYTES,
-    NEAR_BITS,
+    LAST_STEP,
     NEAR_ZERO,
     PackedLayout,
+    code_width,
 )
 from kvspec_kernels.reference import fragments
 
@@ -30,12 +29,12 @@ def encode(
     anchors: torch.Tensor,
     anchor_layout: RecordLayout,
     layout: PackedLayout,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Encode pages k, v [N, P, H, D] of the layout's dtype. anchor_values: what the anchor records
     `anchors` [N, H, bytes] decode to, like k and v.
 
-    Return records [N, H, nbytes] uint8, and which of them fit, [N, H] bool. A record that does not
-    fit is zero.
+    Return records [N, H, nbytes] uint8, which of them fit, [N, H] bool, and the words of a body
+    that each needs, [N, H] int64. A record that does not fit is zero.
     """
     shape = (k.shape[0], k.shape[2])
     starts, bodies, used = [], [], torch.zeros(shape, dtype=torch.int64, device=k.device)
@@ -61,25 +60,7 @@ def encode(
     records[..., : layout.body_offset] = heads.contiguous().view(torch.uint8)
     words = body[..., : layout.body_words].to(torch.int32).contiguous()
     records[..., layout.body_offset :] = words.view(torch.uint8)
-    return records, fits
-
-
-def words_needed(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    anchor_values: tuple[torch.Tensor, torch.Tensor],
-    anchors: torch.Tensor,
-    anchor_layout: RecordLayout,
-    layout: PackedLayout,
-) -> torch.Tensor:
-    """Return how many words of a body each record needs, [N, H] int64. Arguments: as for
-    encode()."""
-    total = torch.zeros((k.shape[0], k.shape[2]), dtype=torch.int64, device=k.device)
-    for part, pages, values in zip("kv", (k, v), anchor_values, strict=True):
-        rule = _Rule.of(part, values, anchors, anchor_layout, layout)
-        _, escaped = rule.code(_segments(_bits(pages), part, layout))
-        total += _places(rule.width, escaped)[2].sum(-1)
-    return total
+    return records, fits, used
 
 
 def decode(
@@ -136,18 +117,16 @@ class _Rule:
         steps = (magnitude >> 22) - (scale >> 22)
         exponent = scale >> 23
         is_finite = (exponent < NOT_FINITE) & (magnitude >> 23 < NOT_FINITE)
-        near = (steps < NEAR_ZERO) | ~is_finite
-        mantissa = layout.mantissa_bits
-        below = FIRST_BITS - steps
-        above = (FIRST_BITS - (steps >> 1)).clamp_min(FAR_BITS)
-        extra = torch.where(steps < 0, below, above)
-        width = mantissa + torch.where(near, NEAR_BITS, extra)
+        nearest, mantissa = NEAR_ZERO - 1, layout.mantissa_bits
+        steps = torch.where(is_finite, steps.clamp(nearest, LAST_STEP), nearest)
+        widths = [code_width(step, mantissa) for step in range(nearest, LAST_STEP + 1)]
+        width = torch.tensor(widths, device=steps.device)[steps - nearest]
         if layout.dtype == torch.float16:
             exponent = exponent - FP16_BIAS
         top = ((exponent.clamp_min(0) + 1) << mantissa) - 1
         return cls(
-            _segments(width, part, layout).long(),
-            _segments(near, part, layout),
+            _segments(width, part, layout),
+            _segments(steps < NEAR_ZERO, part, layout),
             _segments(_order(_bits(values)), part, layout).long(),
             _segments(top.clamp_max(0x7FFF), part, layout).long(),
         )

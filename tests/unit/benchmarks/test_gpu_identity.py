@@ -1,4 +1,4 @@
-"""What bench_gpu_identity.py counts where two answers differ."""
+"""Counts of bench_gpu_identity.py for two answers that differ."""
 
 from __future__ import annotations
 
