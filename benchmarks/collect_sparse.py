@@ -23,6 +23,8 @@ from acceptance.report import Figure, figure_of, write_json
 RESULTS = Path(__file__).resolve().parent / "results"
 # Figures of a point that are collected besides its ratio.
 RATES = (".decode.tokens_per_s", ".draft_iter_ms", ".accepted", ".drafted")
+# Ratio to the same server whose drafts read all pages.
+VS_ALL = ".vs_all"
 # Times of a layer, and the sizes of the point that they belong to.
 SCORE = "sparse.score.16x32768.uniform4.4_queries.us"
 SELECT = "sparse.select.16x32768.us_per_layer"
@@ -82,14 +84,14 @@ def views_figures(place: str, result: Mapping[str, Any]) -> list[Figure]:
 
 
 def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
-    """Return decode rates, and their ratios to plain SGLang in bf16."""
+    """Return decode rates, and their ratios to plain SGLang in bf16 and to drafts that read all."""
     figures = []
     for row in rows:
         name = row["name"].removeprefix("serve.").replace(".saturation", ".saturated")
         place, _, what = name.partition(".vs_bf16")
         if row["name"].startswith("serve.") and row["name"].endswith(".vs_bf16"):
             figures.append(figure_of(row, f"sparse.{place}{what}"))
-        elif row["name"].endswith(RATES):
+        elif row["name"].endswith((*RATES, VS_ALL)):
             figures.append(figure_of(row, f"sparse.{place}"))
     return figures
 

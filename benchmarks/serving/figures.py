@@ -11,7 +11,7 @@ from acceptance.report import Figure
 
 from serving.points import label
 from serving.records import Record
-from serving.systems import BASELINE, SYSTEMS
+from serving.systems import BASELINE, READS_ALL, SYSTEMS
 
 DRAFTING = tuple(name for name, system in SYSTEMS.items() if system.target is not None)
 _COMPILED = "kernels compiled while the server served"
@@ -52,14 +52,15 @@ def all_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def point_ratios(records: Sequence[Record]) -> list[Figure]:
-    """Compare every system with plain bf16 at the same concurrency. Return the ratios, and the time
-    of a draft step."""
+    """Compare every system with plain bf16 at the same concurrency, and drafts that read a share of
+    the pages with drafts that read all. Return the ratios, and the time of a draft step."""
     figures = []
     for concurrency in sorted({record.concurrency for record in records}):
         here = [record for record in records if record.concurrency == concurrency]
         name = f"serve.{label(here[0].model, here[0].context_len, concurrency)}"
         base = next((record for record in here if record.system == BASELINE), None)
         figures += _draft_iteration(name, here, base)
+        figures += _ratios_to_all_pages(name, here)
         for record in here:
             if base is None or record is base:
                 continue
@@ -70,6 +71,16 @@ def point_ratios(records: Sequence[Record]) -> list[Figure]:
                     full = f"{name}.{record.system}.vs_{BASELINE}{suffix}"
                     figures.append(_ratio(full, rate, against, unit))
     return figures
+
+
+def _ratios_to_all_pages(name: str, records: Sequence[Record]) -> list[Figure]:
+    rates = {record.system: decode_rate_of(record) for record in records}
+    unit = "x the same target with --kvspec-draft-view=all, decode tokens/s"
+    return [
+        _ratio(f"{name}.{system}.vs_all", rate, against, unit)
+        for system, rate in rates.items()
+        if rate and (against := rates.get(system + READS_ALL))
+    ]
 
 
 def _draft_iteration(name: str, records: Sequence[Record], base: Record | None) -> list[Figure]:

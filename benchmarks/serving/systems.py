@@ -11,6 +11,8 @@ from serving.points import Model
 BASELINE = "bf16"
 EXACT, INT8 = (("--kvspec", f"--kvspec-target={name}") for name in ("exact", "int8"))
 ALL_PAGES = "--kvspec-draft-view=all"
+# End of the names of systems whose drafts read all pages.
+READS_ALL = "-all"
 DETERMINISTIC = "--enable-deterministic-inference"
 
 
@@ -30,8 +32,8 @@ SYSTEMS = {
         System("fp8", ("--kv-cache-dtype=fp8_e4m3",)),
         System("exact", EXACT, target="exact"),
         System("int8", INT8, target="int8"),
-        System("exact-all", (*EXACT, ALL_PAGES), target="exact"),
-        System("int8-all", (*INT8, ALL_PAGES), target="int8"),
+        System(f"exact{READS_ALL}", (*EXACT, ALL_PAGES), target="exact"),
+        System(f"int8{READS_ALL}", (*INT8, ALL_PAGES), target="int8"),
         System("bf16-deterministic", (DETERMINISTIC,)),
         System("exact-deterministic", (*EXACT, DETERMINISTIC), target="exact"),
     )

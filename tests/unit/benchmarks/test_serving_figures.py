@@ -67,6 +67,15 @@ def test_ratios_at_a_point_and_their_spread():
     assert not any("saturation" in name for name in found)
 
 
+def test_drafts_of_some_pages_are_compared_with_drafts_of_all():
+    some, all_pages = record("exact", rate=150.0), record("exact-all", rate=120.0)
+    found = by_name([some, all_pages, record("int8", rate=200.0)])
+    ratios = {name: each for name, each in found.items() if name.endswith(".vs_all")}
+    assert list(ratios) == ["serve.8b.32k.bs16.exact.vs_all"]
+    assert ratios["serve.8b.32k.bs16.exact.vs_all"].value == pytest.approx(1.25)
+    assert ratios["serve.8b.32k.bs16.exact.vs_all"].baseline == 120.0
+
+
 def test_prefill_is_counted_separately():
     records = [
         record("bf16", end_to_end=PASS),
