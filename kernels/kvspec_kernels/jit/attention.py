@@ -92,6 +92,7 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    ITEM_UNITS: tl.constexpr,
 ):
     """Attend for one work item, KV head and block of BLOCK_M rows (query tokens times query heads
     of the KV head). Writes partial_out [num_items, NUM_KV_HEADS, num_rows, HEAD_DIM] fp32 and
@@ -115,6 +116,7 @@ def attention_kernel(
         PAGE_SIZE=PAGE_SIZE,
         BLOCK_N=BLOCK_N,
         BLOCK_B=BLOCK_B,
+        ITEM_UNITS=ITEM_UNITS,
     )
     if request >= batch_size:
         return
@@ -273,6 +275,7 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    ITEM_UNITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
@@ -298,6 +301,7 @@ def merge_kernel(
         PAGE_SIZE=PAGE_SIZE,
         BLOCK_N=BLOCK_N,
         BLOCK_B=BLOCK_B,
+        ITEM_UNITS=ITEM_UNITS,
     )
     first_item = tl.sum(tl.where(requests < request, items, 0), axis=0)
     end_item = tl.sum(tl.where(requests <= request, items, 0), axis=0)

@@ -35,6 +35,13 @@ BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 3, 16: 2}
 MOST_JOINED = 10
 # Most rows of these parts, all together, that the last block reads.
 MOST_ROWS_JOINED = 320
+# Tokens of a chunk of deterministic attention. Shorter chunks would leave many parts to merge, and
+# longer ones few blocks for few requests.
+CHUNK_TOKENS = 4096
+# Columns of 8 queries of deterministic attention, whose sums have one order, and warps that merge
+# chunks in one order.
+CHUNK_COLUMNS = (8, 16)
+CHUNK_JOIN_WARPS = 2
 
 
 def verify_supported(shape: AttentionShape, device: torch.device, batch: int) -> bool:
@@ -58,25 +65,41 @@ class VerifyKernel:
     """Attention over 8-bit pages, for one shape and up to max_qo_len query tokens a request."""
 
     def __init__(
-        self, shape: AttentionShape, max_qo_len: int, device: torch.device, join_warps: int
+        self,
+        shape: AttentionShape,
+        max_qo_len: int,
+        device: torch.device,
+        join_warps: int,
+        *,
+        is_deterministic: bool = False,
     ) -> None:
         """join_warps: warps of a second kernel that joins the parts of a request; 0 if the
-        request's last block joins them."""
+        request's last block joins them. is_deterministic: chunks of CHUNK_TOKENS tokens, which a
+        second kernel joins, take the place of equal shares."""
         self.shape = shape
         queries = max_qo_len * _group(shape)
-        self._columns, self._blocks = columns_and_blocks(shape, queries)
+        self._columns, self._blocks = columns_and_blocks(
+            shape, queries, is_deterministic=is_deterministic
+        )
         self._max_column_blocks = -(-queries // (8 * self._columns))
+        # Rows of a part, of which a narrow request fills few.
+        self._part_rows = min(8 * self._columns, queries) if is_deterministic else 8 * self._columns
         self._shared = _shared_bytes(shape, self._columns)
+        self._chunk_pages = chunk_pages(shape.page_size) if is_deterministic else 0
         names = ("verify_attention",)
         defines = verify_defines(
-            shape, self._columns, self._blocks, joins_separately=bool(join_warps)
+            shape,
+            self._columns,
+            self._blocks,
+            joins_separately=bool(join_warps),
+            chunk_pages=self._chunk_pages,
         )
         (self._verify,) = nvrtc.load("verify_attention.cu", names, defines, device)
         self._verify.allow_shared_memory(self._shared)
         self._join: nvrtc.Kernel | None = None
         self._join_warps = join_warps
         if join_warps:
-            defines = join_defines(shape, self._columns, join_warps)
+            defines = join_defines(shape, self._columns, join_warps, chunk_pages=self._chunk_pages)
             (self._join,) = nvrtc.load("verify_join.cu", ("verify_join",), defines, device)
         self.grid = num_blocks(self._blocks, device)
 
@@ -86,9 +109,12 @@ class VerifyKernel:
         of one batch and max_qo_len may share a workspace, with or without a second kernel."""
         return self._shares_from(batch) + _int_bytes(batch + 2)
 
-    def workspace_bytes(self, batch: int) -> int:
-        """Return counter_bytes() plus partial outputs and states, two for each block."""
-        return self.counter_bytes(batch) + self._part_bytes(self.shape.head_dim + 2)
+    def workspace_bytes(self, batch: int, max_pages: int) -> int:
+        """Return counter_bytes() plus partial outputs and states: two for each block, or if
+        deterministic one for each chunk of up to max_pages pages of all requests together."""
+        return self.counter_bytes(batch) + self._part_bytes(
+            self.shape.head_dim + 2, self._num_parts(batch, max_pages)
+        )
 
     def run(
         self,
@@ -102,11 +128,13 @@ class VerifyKernel:
         last_page_len: torch.Tensor,
         tail: Sequence[torch.Tensor] | None,
         sm_scale: float,
+        max_pages: int,
         workspace: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Enqueue on the current stream. Writes `out` and `lse`, and uses `workspace`.
+        """Enqueue on the current stream. Writes `out` and `lse`, and uses `workspace`, of
+        workspace_bytes() for max_pages.
 
         q, out: [num_tokens, num_qo_heads, head_dim], the last dimension contiguous, all of `out`
         contiguous; lse: [num_tokens, num_qo_heads] fp32, base 2; anchors [pages, num_kv_heads,
@@ -115,7 +143,8 @@ class VerifyKernel:
         """
         batch = len(indptr) - 1
         out_from = self.counter_bytes(batch)
-        stat_from = out_from + self._part_bytes(self.shape.head_dim)
+        num_parts = self._num_parts(batch, max_pages)
+        stat_from = out_from + self._part_bytes(self.shape.head_dim, num_parts)
         self._verify.launch(
             self.grid,
             WARPS * 32,
@@ -137,6 +166,7 @@ class VerifyKernel:
                 ctypes.c_int(len(q)),
                 ctypes.c_int(self.shape.num_kv_heads),
                 ctypes.c_int(self._max_column_blocks),
+                ctypes.c_int(self._part_rows),
                 ctypes.c_float(sm_scale * LOG2_E),
                 workspace[out_from:],
                 workspace[stat_from:],
@@ -159,6 +189,7 @@ class VerifyKernel:
                     ctypes.c_int(batch),
                     ctypes.c_int(self.shape.num_kv_heads),
                     ctypes.c_int(self.grid),
+                    ctypes.c_int(self._part_rows),
                     out,
                     lse,
                 ),
@@ -167,8 +198,16 @@ class VerifyKernel:
     def _shares_from(self, batch: int) -> int:
         return _int_bytes(batch * self.shape.num_kv_heads * self._max_column_blocks)
 
-    def _part_bytes(self, values: int) -> int:
-        return 2 * self.grid * 8 * self._columns * values * 4
+    def _num_parts(self, batch: int, max_pages: int) -> int:
+        if not self._chunk_pages:
+            return 2 * self.grid
+        # The last chunk of a request may have a single page.
+        chunks = max_pages // self._chunk_pages + batch
+        return chunks * self.shape.num_kv_heads * self._max_column_blocks
+
+    def _part_bytes(self, values: int, num_parts: int) -> int:
+        # Of whole 16 bytes, because vectors follow.
+        return _int_bytes(num_parts * self._part_rows * values)
 
 
 def tail_aligned(window_k: torch.Tensor) -> bool:
@@ -183,8 +222,11 @@ def verify_kernel(
     device: torch.device,
     *,
     may_join_separately: bool,
+    is_deterministic: bool = False,
 ) -> VerifyKernel:
     """Return the kernel of a shape and likely number of requests."""
+    if is_deterministic:
+        return _verify_kernel(shape, max_qo_len, device, CHUNK_JOIN_WARPS, is_deterministic=True)
     if not may_join_separately:
         return _verify_kernel(shape, max_qo_len, device, 0)
     queries = max_qo_len * _group(shape)
@@ -198,16 +240,27 @@ def verify_kernel(
 
 @functools.lru_cache(maxsize=64)
 def _verify_kernel(
-    shape: AttentionShape, max_qo_len: int, device: torch.device, join_warps: int
+    shape: AttentionShape,
+    max_qo_len: int,
+    device: torch.device,
+    join_warps: int,
+    *,
+    is_deterministic: bool = False,
 ) -> VerifyKernel:
     """Return the kernel, loaded once. Kernels with equally many columns share compiled code."""
-    return VerifyKernel(shape, max_qo_len, device, join_warps)
+    return VerifyKernel(shape, max_qo_len, device, join_warps, is_deterministic=is_deterministic)
 
 
 def verify_defines(
-    shape: AttentionShape, columns: int, blocks: int, *, joins_separately: bool = False
+    shape: AttentionShape,
+    columns: int,
+    blocks: int,
+    *,
+    joins_separately: bool = False,
+    chunk_pages: int = 0,
 ) -> dict[str, int | str]:
-    """Return the constants that cuda/verify_attention.cu is compiled with."""
+    """Return the constants that cuda/verify_attention.cu is compiled with. chunk_pages: pages of a
+    chunk if deterministic, otherwise 0."""
     return record_defines(shape) | {
         "GROUP": _group(shape),
         "COLUMNS": columns,
@@ -216,12 +269,22 @@ def verify_defines(
         "RESIDUAL_BYTES": _residual_bytes(shape),
         "MAX_BATCH": MAX_BATCH,
         "JOIN_SEPARATELY": int(joins_separately),
+        "CHUNK_PAGES": chunk_pages,
     }
 
 
-def join_defines(shape: AttentionShape, columns: int, join_warps: int) -> dict[str, int | str]:
-    """Return the constants that cuda/verify_join.cu is compiled with."""
-    return row_join_defines(shape, join_warps) | {"GROUP": _group(shape), "COLUMNS": columns}
+def join_defines(
+    shape: AttentionShape, columns: int, join_warps: int, *, chunk_pages: int = 0
+) -> dict[str, int | str]:
+    """Return the constants that cuda/verify_join.cu is compiled with. chunk_pages: as for
+    verify_defines()."""
+    own = {"GROUP": _group(shape), "COLUMNS": columns, "CHUNK_PAGES": chunk_pages}
+    return row_join_defines(shape, join_warps) | own
+
+
+def chunk_pages(page_size: int) -> int:
+    """Return the pages of a chunk of deterministic attention."""
+    return max(CHUNK_TOKENS // page_size, 1)
 
 
 def _int_bytes(count: int) -> int:
@@ -234,11 +297,16 @@ def _group(shape: AttentionShape) -> int:
     return shape.num_qo_heads // shape.num_kv_heads
 
 
-def columns_and_blocks(shape: AttentionShape, queries: int) -> tuple[int, int]:
+def columns_and_blocks(
+    shape: AttentionShape, queries: int, *, is_deterministic: bool = False
+) -> tuple[int, int]:
     """Return the columns of 8 queries that a block handles at once, as registers and memory allow,
     and the blocks of a multiprocessor."""
     most = 4 if shape.head_dim > 128 else 16
-    columns = next(c for c in (1, 2, 4, 8, 16) if 8 * c >= queries or c == most)
+    possible: tuple[int, ...] = (1, 2, 4, 8, 16)
+    if is_deterministic:
+        possible = (most,) if most == 4 else CHUNK_COLUMNS
+    columns = next(c for c in possible if 8 * c >= queries or c == most)
     while _shared_bytes(shape, columns) + BLOCK_RESERVED > MULTIPROCESSOR_SHARED:
         columns //= 2
     room = MULTIPROCESSOR_SHARED // (_shared_bytes(shape, columns) + BLOCK_RESERVED)

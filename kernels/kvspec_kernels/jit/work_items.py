@@ -3,7 +3,7 @@
 A request's past and tail are cut into units of BLOCK_N tokens. With U units in all, an item is
 ceil(U / (num_items - batch_size)) units of one request. There are then at most num_items items for
 any lengths of requests, so that launches depend on num_items alone. Items are numbered request
-after request.
+after request. Where ITEM_UNITS is not 0, an item is that many units instead, whatever the batch.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def split_batch(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    ITEM_UNITS: tl.constexpr,
 ):
     """Return (units of an item, items of each request [BLOCK_B])."""
     requests = tl.arange(0, BLOCK_B)
@@ -58,8 +59,11 @@ def split_batch(
         BLOCK_N=BLOCK_N,
     )
     units = past_units + tail_units
-    spread = num_items - batch_size
-    item_units = tl.maximum((tl.sum(units, axis=0) + spread - 1) // spread, 1)
+    if ITEM_UNITS:
+        item_units = tl.full((), ITEM_UNITS, tl.int32)
+    else:
+        spread = num_items - batch_size
+        item_units = tl.maximum((tl.sum(units, axis=0) + spread - 1) // spread, 1)
     return item_units, (units + item_units - 1) // item_units
 
 
@@ -74,6 +78,7 @@ def find_item(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    ITEM_UNITS: tl.constexpr,
 ):
     """Return (request, first unit, end of units, past_len, tail_len, units of the past) of an item.
     If there is no such item, the request is batch_size and the rest is meaningless."""
@@ -86,6 +91,7 @@ def find_item(
         PAGE_SIZE=PAGE_SIZE,
         BLOCK_N=BLOCK_N,
         BLOCK_B=BLOCK_B,
+        ITEM_UNITS=ITEM_UNITS,
     )
     request = tl.sum((tl.cumsum(items, axis=0) <= item).to(tl.int32), axis=0)
     request = tl.minimum(request, batch_size)

@@ -74,10 +74,12 @@ def workspace_nbytes(
     backend: Backend = "auto",
     arithmetic: Arithmetic = "auto",
     has_lists_by_head: bool = False,
+    deterministic_pages: int | None = None,
 ) -> int:
     """Return the bytes of workspace that a plan of these sizes needs, for any lengths.
 
-    source: "anchor" for DraftAttention, the target for VerifyAttention.
+    source: "anchor" for DraftAttention, the target for VerifyAttention. deterministic_pages: as for
+    VerifyAttention.plan().
     """
     index = torch.empty(batch_size + 1, dtype=torch.int32, device=device)
     plan = _make_plan(
@@ -94,6 +96,7 @@ def workspace_nbytes(
         max_qo_len=max_qo_len,
         num_sms=num_sms,
         arithmetic=arithmetic,
+        deterministic_pages=deterministic_pages,
     )
     return _backend_class(backend, plan).workspace_nbytes(plan)
 
@@ -242,6 +245,7 @@ class VerifyAttention(_Attention):
         num_sms: int | None = None,
         may_join_separately: bool = True,
         expected_batch: int | None = None,
+        deterministic_pages: int | None = None,
     ) -> None:
         """Set batch and model; see DraftAttention.plan for the other arguments.
 
@@ -249,6 +253,9 @@ class VerifyAttention(_Attention):
         qo_indptr[b + 1], at most max_qo_len. kv_dtype must be q_dtype, its default.
         may_join_separately: False if batch sizes vary and a new size must not compile a kernel.
         expected_batch: likely number of requests of a run, by default batch_size; affects speed.
+        deterministic_pages: most pages of all requests of a run together, past and tail. If given,
+        the bits of a row depend only on its query and on the KV that it sees: all plans of one
+        model, codec and back end agree.
         """
         if kv_dtype not in (None, q_dtype):
             raise ValueError(f"kv_dtype must be {q_dtype}, like q_dtype, got {kv_dtype}")
@@ -272,6 +279,7 @@ class VerifyAttention(_Attention):
                 max_qo_len=max_qo_len,
                 may_join_separately=may_join_separately,
                 expected_batch=expected_batch,
+                deterministic_pages=deterministic_pages,
             )
         )
 
@@ -315,6 +323,7 @@ def _make_plan(
     arithmetic: Arithmetic = "auto",
     may_join_separately: bool = True,
     expected_batch: int | None = None,
+    deterministic_pages: int | None = None,
 ) -> AttentionPlan:
     device = indptr.device
     if num_sms is None:
@@ -338,4 +347,5 @@ def _make_plan(
         arithmetic=arithmetic,
         may_join_separately=may_join_separately,
         expected_batch=expected_batch,
+        deterministic_pages=deterministic_pages,
     )

@@ -75,6 +75,9 @@ class AttentionPlan:
     may_join_separately: bool = True
     # Likely number of requests of a run, at most batch_size; None: batch_size.
     expected_batch: int | None = None
+    # If given, the bits of a row depend only on its query and on the KV that it sees. Most pages of
+    # all requests of a run together, past and tail.
+    deterministic_pages: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_qo_heads", "num_kv_heads", "max_qo_len", "num_sms"):

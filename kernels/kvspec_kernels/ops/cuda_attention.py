@@ -74,8 +74,13 @@ class CudaAttention:
         out, lse = rows * plan.head_dim * plan.q_dtype.itemsize, rows * 4
         is_draft = plan.source == "anchor"
         num_states = 3 if is_draft else 1
+        kernel = _kernel(plan)
+        if isinstance(kernel, VerifyKernel):
+            scratch = kernel.workspace_bytes(plan.batch_size, plan.deterministic_pages or 0)
+        else:
+            scratch = kernel.workspace_bytes(plan.batch_size)
         sizes = [
-            _kernel(plan).workspace_bytes(plan.batch_size),
+            scratch,
             *[out] * num_states,
             *[lse] * num_states,
         ]
@@ -148,7 +153,8 @@ class CudaAttention:
             )
         pages = (records.anchors, records.residuals, records.residual_slots)
         index = (plan.qo_indptr, plan.indptr, plan.indices, plan.last_page_len)
-        kernel.run(q, *pages, *index, tail, plan.sm_scale, self._scratch, *out)
+        most = plan.deterministic_pages or 0
+        kernel.run(q, *pages, *index, tail, plan.sm_scale, most, self._scratch, *out)
 
 
 def _shape(plan: AttentionPlan) -> AttentionShape:
@@ -182,5 +188,9 @@ def _kernel(plan: AttentionPlan) -> DraftKernel | VerifyKernel:
         return draft_kernel(_shape(plan), plan.batch_size, plan.device)
     sizes = (plan.max_qo_len, plan.expected_batch or plan.batch_size)
     return verify_kernel(
-        _shape(plan), *sizes, plan.device, may_join_separately=plan.may_join_separately
+        _shape(plan),
+        *sizes,
+        plan.device,
+        may_join_separately=plan.may_join_separately,
+        is_deterministic=plan.deterministic_pages is not None,
     )

@@ -19,6 +19,8 @@ from kvspec_kernels.reference.codec import kernel_reference_of
 # one query token of 16 requests takes, with three and with two: exact, 1024 tokens: 30 us and
 # 35 us; anchor, 4096 tokens: 179 us and 147 us.
 PROGRAMS_PER_SM: dict[Source, int] = {"anchor": 2, "int8": 3, "exact": 3}
+# Tokens of a work item of deterministic attention.
+CHUNK_TOKENS = 4096
 # Values of partial outputs that a program of the merge loads at a time.
 MERGE_TILE = 8192
 # More stages would pipeline loads through shared memory, of which smaller devices have 100 KB.
@@ -33,13 +35,15 @@ TRITON_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Sizes of a launch. They depend on the plan, never on lengths."""
+    """Sizes of a launch. They depend on the plan, never on lengths. item_units: as in
+    jit/work_items.py."""
 
     block_m: int
     block_n: int
     block_d: int
     num_blocks: int
     num_items: int
+    item_units: int
 
     @property
     def num_rows(self) -> int:
@@ -52,16 +56,26 @@ class Launch:
         wide = block_d > 128
         rows = plan.max_qo_len * plan.group
         # Accumulators take at most 64 registers a thread.
-        block_m = min(max(16, triton.next_power_of_2(rows)), 32 if wide else 64)
-        num_blocks = -(-rows // block_m)
-        programs = PROGRAMS_PER_SM[plan.source] * plan.num_sms
-        at_a_time = -(-programs // (plan.num_kv_heads * num_blocks))
+        most_rows = 32 if wide else 64
+        block_n = 64 if plan.page_size % 64 == 0 and not wide else 32
+        if plan.deterministic_pages is not None:
+            # Another tile could compile to instructions that add in another order.
+            block_m, item_units = most_rows, max(CHUNK_TOKENS // block_n, 1)
+            units = plan.deterministic_pages * -(-plan.page_size // block_n)
+            num_blocks = -(-rows // block_m)
+            num_items = units // item_units + plan.batch_size
+        else:
+            block_m, item_units = min(max(16, triton.next_power_of_2(rows)), most_rows), 0
+            num_blocks = -(-rows // block_m)
+            programs = PROGRAMS_PER_SM[plan.source] * plan.num_sms
+            num_items = plan.batch_size + -(-programs // (plan.num_kv_heads * num_blocks))
         return cls(
             block_m=block_m,
-            block_n=64 if plan.page_size % 64 == 0 and not wide else 32,
+            block_n=block_n,
             block_d=block_d,
             num_blocks=num_blocks,
-            num_items=plan.batch_size + at_a_time,
+            num_items=num_items,
+            item_units=item_units,
         )
 
 
@@ -100,6 +114,7 @@ class TritonAttention:
             "BLOCK_N": sizes.block_n,
             "BLOCK_D": sizes.block_d,
             "BLOCK_B": max(16, triton.next_power_of_2(plan.batch_size)),
+            "ITEM_UNITS": sizes.item_units,
         }
         block_g = triton.next_power_of_2(plan.group)
         block_s = max(1, MERGE_TILE // (block_g * sizes.block_d))

@@ -125,6 +125,7 @@ def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
             source=case.source,
             device=device,
             backend=name,
+            deterministic_pages=options.get("deterministic_pages"),
             **sizes,
             **max_qo_len,
         )

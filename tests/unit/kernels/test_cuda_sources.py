@@ -158,6 +158,20 @@ def test_verify_attention_compiles(
     assert "serialized" not in found.log
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("head_dim", "tiles"), [(64, {8, 16}), (128, {8, 16}), (256, {4})])
+def test_deterministic_verify_attention_compiles(codec, head_dim, tiles):
+    shape = shape_of(codec, 64, head_dim, 4, torch.bfloat16)
+    found = {columns_and_blocks(shape, n, is_deterministic=True) for n in (1, 64, 65, 256)}
+    assert {columns for columns, _ in found} == tiles
+    for sizes in found:
+        defines = verify_defines(shape, *sizes, joins_separately=True, chunk_pages=64)
+        attention = compiled("verify_attention.cu", defines)
+        assert attention.code
+        assert "serialized" not in attention.log
+        assert compiled("verify_join.cu", join_defines(shape, sizes[0], 2, chunk_pages=64)).code
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_verify_join_compiles(head_dim, dtype):

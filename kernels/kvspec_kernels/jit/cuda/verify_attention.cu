@@ -12,9 +12,13 @@
 // large. Queries see every token of encoded pages. Causality matters only in the tail, whose
 // full-precision pages follow a request's encoded pages.
 //
+// With CHUNK_PAGES the bits of a row depend only on its query and on the KV that it sees. Chunks of
+// CHUNK_PAGES pages, counted from the request's first token, are then attended to on their own, and
+// verify_join.cu merges them in order. A column's maximum moves by that column's scores alone.
+//
 // Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE (multiples of 64) GROUP COLUMNS K_ROWS
 // V_ROWS LOG4 ANCHOR_BITS Q_BF16 HALVES BLOCKS K_BYTES V_BYTES RECORD_BYTES RESIDUAL_BYTES MAX_BATCH
-// JOIN_SEPARATELY and TOP.
+// JOIN_SEPARATELY CHUNK_PAGES (0: blocks share units) and TOP.
 
 #include "verify_merge.cuh"
 #include "verify_restore.cuh"
@@ -42,6 +46,7 @@ constexpr int STEPS = TOKEN_TILES / STEP_TILES;
 constexpr int QUERY_VECTORS = (COLUMNS * HEAD_DIM + THREADS - 1) / THREADS;
 constexpr int QUERY_UNROLL = QUERY_VECTORS < 8 ? QUERY_VECTORS : 8;
 
+static_assert(!CHUNK_PAGES || JOIN_SEPARATELY);
 constexpr int QUERY_BYTES = CHANNEL_TILES * COLUMNS * 256 + COLUMNS * 128;
 constexpr int PROB_BYTES = WARPS * COLUMNS * 256;
 constexpr int META_BYTES = WARPS * CHANNEL_TILES * 64;
@@ -78,7 +83,8 @@ __device__ __forceinline__ void load_scaled(
 template <bool TAIL> struct Kind { static constexpr bool IN_TAIL = TAIL; };  // kind of a page
 
 // q, out: [num_tokens, num_kv_heads * GROUP, HEAD_DIM]; lse: [num_tokens, num_kv_heads * GROUP],
-// base 2. partial_out: [2 * grid, COLS, HEAD_DIM], partial_stat: [2 * grid, COLS, 2] (max, sum).
+// base 2. partial_out: [2 * grid, COLS, HEAD_DIM], partial_stat: [2 * grid, COLS, 2] (max, sum);
+// with CHUNK_PAGES [items, item_rows, HEAD_DIM] and [items, item_rows, 2].
 // arrived: [batch * num_kv_heads * max_blocks], zero before and after. shares: [batch + 2], for
 // verify_join.cu, which must follow if JOIN_SEPARATELY. Otherwise the last block of a segment joins the
 // parts of all its blocks.
@@ -88,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     const int* __restrict__ residual_slots, const int* __restrict__ qo_indptr,
     const int* __restrict__ indptr, const int* __restrict__ indices,
     const int* __restrict__ last_page_len, Tail tail, int batch, int num_tokens, int num_kv_heads,
-    int max_blocks, float scale_log2, float* __restrict__ partial_out,
+    int max_blocks, int item_rows, float scale_log2, float* __restrict__ partial_out,
     float* __restrict__ partial_stat, int* __restrict__ arrived, int* __restrict__ shares,
     void* __restrict__ out, float* __restrict__ lse) {
     extern __shared__ __align__(128) u8 memory[];
@@ -137,8 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         int tokens = tail.lens ? tail.lens[b] : 0;
         return indptr[b + 1] - indptr[b] + (tokens + PAGE_SIZE - 1) / PAGE_SIZE;
     };
-    // Computes the units before each request, and returns all units. Each segment counts `rest`
-    // units, the cost of starting it, in addition to the units of its pages.
+    // Computes the units before each request, and returns all units; with CHUNK_PAGES items instead
+    // of units. Each segment counts `rest` units, the cost of starting it, in addition to the units
+    // of its pages.
     auto scan = [&](int rest) {
         int before = 0;
 #pragma unroll 1
@@ -147,7 +154,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
             if (b < batch) {
                 int queries = qo_indptr[b + 1] - qo_indptr[b], num_pages = pages_of(b);
                 if (num_pages > 0 && queries > 0)
-                    units = HeadUnits(queries * GROUP, num_pages, rest).all * num_kv_heads;
+                    units = num_kv_heads * (CHUNK_PAGES
+                        ? HeadItems(queries * GROUP, num_pages).all
+                        : HeadUnits(queries * GROUP, num_pages, rest).all);
             }
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -165,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll 1
         for (bool again = false;; again = true) {
             int units = scan(rest);
+            if (CHUNK_PAGES) break;
             if (!again) rest = min(units / (int)gridDim.x / SEGMENT_PART, SEGMENT_UNITS);
             if (again || rest == 0) break;
         }
@@ -181,6 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
     if (blockIdx.x == 0)
         for (int i = threadIdx.x; i < batch + 2; i += THREADS) shares[i] = rests[i];
 #endif
+#if CHUNK_PAGES
+    int begin = blockIdx.x, end = total;
+#else
     int workers = num_workers(total, gridDim.x);
     int worker = blockIdx.x;
     int begin = 0, end = 0;
@@ -188,6 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         begin = (int)first_unit(total, worker, workers);
         end = (int)first_unit(total, worker + 1, workers);
     }
+#endif
     bool q_aligned = ((u64)q | q_stride * 2 | q_head_stride * 2) % 16 == 0;
     u32 sequence = 0, prob_offset = 0;
 
@@ -198,6 +212,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         int num_pages = pages_of(s.b);
         s.first_query = qo_indptr[s.b];
         s.num_queries = qo_indptr[s.b + 1] - s.first_query;
+#if CHUNK_PAGES
+        HeadItems items(s.num_queries * GROUP, num_pages);
+        int within = begin - starts[s.b], in_head = within % items.all;
+        s.head = within / items.all;
+        s.block = in_head / items.chunks;
+        s.num_columns = min(COLS, s.num_queries * GROUP - s.block * COLS);
+        int page = in_head % items.chunks * CHUNK_PAGES;
+        int count = min(num_pages - page, CHUNK_PAGES);
+        i64 part = (i64)begin * item_rows;
+        begin += gridDim.x;
+#else
         HeadUnits units(s.num_queries * GROUP, num_pages, rest);
         int within = begin - starts[s.b], in_head = within % units.all;
         s.head = within / units.all;
@@ -210,6 +235,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         int count = min(num_pages, (end - first_page + each - 1) / each) - page;
         begin = first_page + num_pages * each;
         if (count <= 0) continue;
+        bool is_first = first_unit(total, worker, workers) >= segment_begin;
+        i64 part = (2 * (i64)worker + (is_first ? 0 : 1)) * COLS;
+#endif
         // The first `encoded` pages are encoded; the others are in the tail.
         int encoded = max(min(count, past_pages - page), 0);
         int last_len = page + encoded == past_pages ? last_page_len[s.b] : PAGE_SIZE;
@@ -419,6 +447,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
                         // A query may see no token of the tail.
                         float least = is_first_step && m > NEG_INF ? m : 0.0f;
                         float rise = rintf(fmaxf(m, least));
+#if CHUNK_PAGES
+                        // Other columns may have grown too large, but not this one.
+                        if (!is_first_step && weights_of(m, NEG_INF) < LARGEST_PROB) rise = 0.0f;
+#endif
                         rises[c] = rise;
                         tops[c] += rise;
                         store_top(top_parts + c * 16, tops[c]);
@@ -527,8 +559,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
         }
         __syncthreads();
         bool whole = count == num_pages;
-        bool is_first = first_unit(total, worker, workers) >= segment_begin;
-        i64 part = (2 * (i64)worker + (is_first ? 0 : 1)) * COLS;
 #pragma unroll
         for (int column = 0; column < COLUMNS; ++column)
 #pragma unroll
@@ -539,13 +569,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_attention(
 #pragma unroll
                 for (int w = 0; w < SHARES; ++w) x += stats[w * COLS + c];
                 i64 row = out_row(s, c, num_kv_heads);
-                float inverse = !whole ? 1.0f : x > 0.0f ? 1.0f / x : 0.0f;
+                // As verify_join.cu divides, so that chunks after the first change nothing.
+                float divisor = CHUNK_PAGES && whole && x > 0.0f ? x : 1.0f;
+                float inverse = CHUNK_PAGES || !whole ? 1.0f : x > 0.0f ? 1.0f / x : 0.0f;
 #pragma unroll
                 for (int own = 0; own < OWN_TILES; ++own)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         int channel = (first_own + own) * 16 + half * 8 + g;
                         float y = result[own][column][2 * half + j] * inverse;
+                        if (CHUNK_PAGES) y /= divisor;
                         if (whole) store_output(out, row * HEAD_DIM + channel, y);
                         else __stcg(partial_out + (part + c) * HEAD_DIM + channel, y);
                     }

@@ -1,5 +1,5 @@
 // Queries of a block, units of work that blocks share, and the merge of a request's parts. Needs
-// the defines HEAD_DIM GROUP COLUMNS and Q_BF16.
+// the defines HEAD_DIM GROUP COLUMNS CHUNK_PAGES and Q_BF16.
 #pragma once
 #include "hopper.cuh"
 
@@ -32,6 +32,17 @@ struct HeadUnits {
         int last = num_columns - (num_blocks - 1) * COLS;
         wide = rest + num_pages * WIDEST_UNITS;
         all = (num_blocks - 1) * wide + rest + num_pages * page_units(last);
+    }
+};
+
+// Items of a KV head of a request with num_columns queries (at least 1), if work is not shared in
+// units: a chunk of CHUNK_PAGES pages for a block of columns each, chunk after chunk.
+struct HeadItems {
+    int chunks, all;  // items of each column block, and of all together
+
+    __device__ __forceinline__ HeadItems(int num_columns, int num_pages) {
+        chunks = (num_pages + max(CHUNK_PAGES, 1) - 1) / max(CHUNK_PAGES, 1);
+        all = chunks * ((num_columns + COLS - 1) / COLS);
     }
 };
 
