@@ -36,6 +36,7 @@ SYSTEMS = {
         System(f"int8{READS_ALL}", (*INT8, ALL_PAGES), target="int8"),
         System("bf16-deterministic", (DETERMINISTIC,)),
         System("exact-deterministic", (*EXACT, DETERMINISTIC), target="exact"),
+        System("int8-deterministic", (*INT8, DETERMINISTIC), target="int8"),
     )
 }
 

@@ -221,7 +221,7 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         load_target_attention(config, deterministic=deterministic)
     name = target_attention_name(config, deterministic=deterministic)
     page_size = _page_size(kwargs)
-    if name == DETERMINISTIC and page_size & (page_size - 1):
+    if name == DETERMINISTIC["exact"] and page_size & (page_size - 1):
         asked = f"--kvspec-target-attention {config.target_attention}"
         if config.target_attention is None:
             asked = _asked_for_determinism(config)

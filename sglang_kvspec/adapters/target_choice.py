@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.config import KVSpecConfig, Target
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.core.seams import TARGET_ATTENTIONS
 
 if TYPE_CHECKING:
     from sglang_kvspec.runtime.target_attention import TargetAttention
 
-DETERMINISTIC = "deterministic"
+# Name of the deterministic attention of each target.
+DETERMINISTIC: Mapping[Target, str] = {"exact": "deterministic", "int8": "int8_deterministic"}
 
 
 def target_attention_name(config: KVSpecConfig, *, deterministic: bool) -> str:
     """Return the name in effect. deterministic: --enable-deterministic-inference is on."""
     if config.target_attention is not None:
         return config.target_attention
-    return DETERMINISTIC if deterministic else config.target
+    return DETERMINISTIC[config.target] if deterministic else config.target
 
 
 def load_target_attention(config: KVSpecConfig, *, deterministic: bool) -> type[TargetAttention]:
@@ -37,7 +39,8 @@ def load_target_attention(config: KVSpecConfig, *, deterministic: bool) -> type[
     if deterministic and not found.is_deterministic:
         raise UnsupportedError(
             f"{TARGET_ATTENTIONS.flag} {name} cannot be combined with "
-            f"--enable-deterministic-inference (allowed: {DETERMINISTIC}): with {name}, results "
+            f"--enable-deterministic-inference (allowed: {DETERMINISTIC[config.target]}): with "
+            f"{name}, results "
             "depend on the other requests of the batch"
         )
     return found

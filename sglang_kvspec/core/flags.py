@@ -24,7 +24,6 @@ from sglang_kvspec.core.flag_needs import (
     fits_prefix_host,
     has_default_pages,
     is_not_contradicted,
-    is_not_deterministic,
     prefills_one_request,
     reads_all_pages,
     reads_some_pages,
@@ -70,13 +69,6 @@ FLAGS: tuple[Flag, ...] = (
         note="residuals of `int8` take a quarter of the bytes of `exact`",
         server_needs=(
             ServerNeed(
-                is_not_deterministic,
-                "{flag} {value} cannot be combined with --enable-deterministic-inference or "
-                "--kvspec-arithmetic deterministic (allowed: exact): with {value}, results depend "
-                "on the other requests of the batch",
-                only_on_gpu=True,
-            ),
-            ServerNeed(
                 has_default_pages,
                 "--page-size {server.arguments[page_size]} cannot be combined with {flag} {value} "
                 f"on a GPU (allowed: {DEFAULT_PAGE_SIZE})",
@@ -88,10 +80,11 @@ FLAGS: tuple[Flag, ...] = (
         "target_attention",
         Name("NAME", TARGET_ATTENTIONS),
         default=None,
-        unset="the value of `--kvspec-target`; `deterministic` with "
+        unset="the value of `--kvspec-target`; `deterministic` or `int8_deterministic` with "
         "`--enable-deterministic-inference`",
         help="GPU kernels for attention at the target precision",
-        note="each implementation serves one `--kvspec-target`: `deterministic` serves `exact`",
+        note="each implementation serves one `--kvspec-target`: `deterministic` serves `exact`, "
+        "`int8_deterministic` serves `int8`",
     ),
     Flag(
         "arithmetic",
@@ -101,7 +94,7 @@ FLAGS: tuple[Flag, ...] = (
         help="order of sums in the target's forwards: whatever is fastest (`fast`), or one that "
         "makes results independent of other requests, of chunks and of drafts (`deterministic`)",
         note="`deterministic` turns SGLang's `--enable-deterministic-inference` on, and needs a "
-        "GPU and `--kvspec-target exact`",
+        "GPU",
         server_needs=(
             ServerNeed(
                 is_not_contradicted,

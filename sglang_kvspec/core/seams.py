@@ -35,6 +35,7 @@ TARGET_ATTENTIONS = Registry(
         "exact": "sglang_kvspec.runtime.targets.exact:ExactTargetAttention",
         "int8": "sglang_kvspec.runtime.targets.int8:Int8TargetAttention",
         "deterministic": "sglang_kvspec.runtime.targets.deterministic:DeterministicAttention",
+        "int8_deterministic": "sglang_kvspec.runtime.targets.int8:DeterministicInt8Attention",
     },
 )
 VERIFY_SCHEDULERS = Registry(

@@ -19,10 +19,14 @@ def heads_of(kv: GpuKVCache, num_qo_heads: int) -> tuple[int, int, int, int]:
 
 
 def target_workspace_nbytes(
-    kv: GpuKVCache, num_qo_heads: int, num_parts: int, max_qo_len: int
+    kv: GpuKVCache,
+    num_qo_heads: int,
+    num_parts: int,
+    max_qo_len: int,
+    deterministic_pages: int | None = None,
 ) -> int:
     """Return the bytes of workspace that a plan needs for num_parts requests, or parts of requests,
-    with up to max_qo_len tokens each."""
+    with up to max_qo_len tokens each. deterministic_pages: as for VerifyAttention.plan()."""
     heads = heads_of(kv, num_qo_heads)
     return workspace_nbytes(
         batch_size=num_parts,
@@ -35,6 +39,7 @@ def target_workspace_nbytes(
         q_dtype=kv.geometry.dtype,
         source=kv.codec.target,  # type: ignore[arg-type]
         max_qo_len=max_qo_len,
+        deterministic_pages=deterministic_pages,
     )
 
 
@@ -50,9 +55,10 @@ def planned_target(
     *,
     is_captured: bool = True,
     num_likely: int | None = None,
+    deterministic_pages: int | None = None,
 ) -> VerifyAttention:
     """Plan the kernel over requests, or parts of requests. Every run reads the index tensors, which
-    are those of VerifyAttention.plan().
+    are those of VerifyAttention.plan(), as is deterministic_pages.
 
     is_captured: the plan is for a graph, so its kernels are compiled before anything is served.
     num_likely: parts that a run is likely to have; None for all that there is room for.
@@ -70,5 +76,6 @@ def planned_target(
         max_qo_len=max_qo_len,
         may_join_separately=is_captured,
         expected_batch=num_likely,
+        deterministic_pages=deterministic_pages,
     )
     return attention

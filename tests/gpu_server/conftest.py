@@ -1,8 +1,8 @@
-"""Real servers on a GPU, or on the CPU with --cpu. All but those with int8 compute
-deterministically, so any difference between two answers is an error.
+"""Real servers on a GPU, or on the CPU with --cpu. All compute deterministically, so any difference
+between two answers is an error.
 
-One session has one set of prompts, and one server without drafts answers them one at a time. Every
-other server must give these answers, however it got there.
+One session has one set of prompts. For each target one server without drafts answers them one at a
+time. Every other server must give these answers, however it got there.
 """
 
 from __future__ import annotations
@@ -119,6 +119,12 @@ def fleet(
 def expected(fleet: Fleet, prompts: list[list[int]], new_tokens: int) -> Answers:
     """Answers of the server without drafts, one prompt at a time."""
     return fleet["off"].ask(prompts, new_tokens, at_once=False)
+
+
+@pytest.fixture(scope="session")
+def expected_int8(fleet: Fleet, prompts: list[list[int]], new_tokens: int) -> Answers:
+    """Answers at the int8 target of the server without drafts, one prompt at a time."""
+    return fleet["int8 off"].ask(prompts, new_tokens, at_once=False)
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ COMMON = (
 LARGE_POOL, SMALL_POOL, CACHE_PAGES = 65536, 4096, 60
 # A tenth of the pages, beside the first and the newest ones, which drafts always read.
 PAGES = ("--kvspec-draft-view=pages", "--kvspec-draft-budget=0.1")
-INT8 = ("--kvspec-target=int8", "--kvspec-draft-len=8")
+INT8 = "--kvspec-target=int8"
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
 # SGLang retracts a request at every fifth step of several requests.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
@@ -70,13 +70,11 @@ class Platform:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Flags of a server besides those of all. is_deterministic: False for int8, which has no
-    deterministic attention on a GPU."""
+    """Flags of a server besides those of all."""
 
     arguments: tuple[str, ...] = ()
     pool_tokens: int = LARGE_POOL
     environment: Mapping[str, str] = field(default_factory=dict)
-    is_deterministic: bool = True
 
 
 class Fleet:
@@ -133,8 +131,6 @@ class Fleet:
             f"--max-total-tokens={spec.pool_tokens}",
             *spec.arguments,
         ]
-        if not spec.is_deterministic and self.platform.on_gpu:
-            arguments.remove("--enable-deterministic-inference")
         return LiveServer(
             arguments,
             log_path=self.logs / f"{name}.log",
@@ -149,7 +145,6 @@ class Fleet:
         shared = (f"--kvspec-prefix-server={prefix_server}", WAIT)
         slow = (f"--kvspec-prefix-server={self.slow_link.address}", WAIT)
         tiers = (HOST, disk, *shared, "--kvspec-prefix-publish-gbps=10")
-        int8 = {"is_deterministic": False}
         return {
             "off": Spec(("--kvspec-draft-len=0",)),
             "exact": Spec(),
@@ -168,8 +163,11 @@ class Fleet:
             "kept hosted": Spec(
                 (*KEPT, "--kvspec-host-gb=1", self._own_disk("hosted")), SMALL_POOL, small_cache
             ),
-            "int8": Spec(INT8, **int8),
-            "int8 tiers": Spec((*INT8, HOST), SMALL_POOL, **int8),
+            "int8 off": Spec((INT8, "--kvspec-draft-len=0")),
+            "int8": Spec((INT8, *PAGES)),
+            "int8 small chunks": Spec((INT8, "--chunked-prefill-size=256", *PAGES)),
+            "int8 crowded": Spec((INT8, *PAGES), 2 * SMALL_POOL, RETRACT),
+            "int8 tiers": Spec((INT8, HOST), SMALL_POOL),
             "ranks off": Spec(("--tp-size=2", "--kvspec-draft-len=0")),
             "ranks": Spec(("--tp-size=2", *PAGES), environment=breakable),
             "ranks tiers": Spec(

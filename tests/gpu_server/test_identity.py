@@ -60,6 +60,21 @@ def test_drafts_were_accepted(server: LiveServer) -> None:
     assert 0 < counters["accepted"] <= counters["drafted"]
 
 
+@pytest.mark.servers("int8 off", "int8", "int8 small chunks", "int8 crowded")
+def test_int8_answers_do_not_depend_on_anything_else(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected_int8: Answers
+) -> None:
+    assert server.ask(prompts, new_tokens, at_once=False) == expected_int8
+    server.flush()
+    assert server.ask(prompts, new_tokens, at_once=True) == expected_int8
+    assert server.ask(prompts, new_tokens, at_once=True) == expected_int8
+
+
+@pytest.mark.servers("int8 crowded")
+def test_an_int8_crowd_was_retracted(server: LiveServer) -> None:
+    assert server.num_retractions > 0
+
+
 @pytest.mark.servers("pages", "hosted", "small chunks")
 def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list[int]]) -> None:
     longest = max(prompts, key=len)

@@ -98,14 +98,10 @@ def test_kept_anchors_need_only_residuals(
     assert loaded["anchors"] == 0
 
 
-@pytest.mark.servers("int8", "int8 tiers")
-def test_int8_prefixes_come_back(fleet: Fleet, prompts: list[list[int]], new_tokens: int) -> None:
-    """int8 has no deterministic attention. Prompts are sent one by one with a fixed draft length,
-    and only answers over cached prefixes are compared: both servers then compute the same rows over
-    the same bytes."""
-    plain, tiers = fleet["int8"], fleet["int8 tiers"]
-    for server in (plain, tiers):
-        server.ask(prompts, new_tokens, at_once=False)
-    wanted = plain.ask(prompts, new_tokens, at_once=False)
-    assert tiers.ask(prompts, new_tokens, at_once=False) == wanted
-    assert tiers.hits["host"] > 0
+@pytest.mark.servers("int8 tiers")
+def test_int8_prefixes_come_back(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected_int8: Answers
+) -> None:
+    assert server.ask(prompts, new_tokens, at_once=False) == expected_int8
+    assert server.ask(prompts, new_tokens, at_once=False) == expected_int8
+    assert server.hits["host"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,10 @@ from sglang_kvspec.runtime.target_attention import KV
 from sglang_kvspec.runtime.targets.record_step import RecordStep
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
+
+# Most memory of partial results of deterministic attention: of an eager call, and of all captured
+# verifications. A larger forward is made in several calls.
+MOST_BYTES_OF_A_CALL, MOST_BYTES_CAPTURED = 2**28, 2**30
 
 
 class Int8TargetAttention:
@@ -52,22 +57,37 @@ class Int8TargetAttention:
 
     def plan(self, rows: TargetRows) -> None:
         self._batches = []
-        num_rows = len(rows.tail_lens)
         device = self._kv.device
         names = ("past_pages", "tail_slots", "tail_lens", "tail_indptr", "past_indptr")
         on_device = fields_to_device(device, rows, names)
-        for first in range(0, num_rows, PARTS_OF_A_CALL):
-            stop = min(first + PARTS_OF_A_CALL, num_rows)
-            begin = int(rows.qo_indptr[first])
-            end = int(rows.qo_indptr[stop])
-            qo_indptr = to_device(device, rows.qo_indptr[first : stop + 1] - begin)
-            attention = self._planned(qo_indptr, on_device, slice(first, stop), rows.max_qo_len)
+        for part in self._calls(rows):
+            begin, end = int(rows.qo_indptr[part.start]), int(rows.qo_indptr[part.stop])
+            qo_indptr = to_device(device, rows.qo_indptr[part.start : part.stop + 1] - begin)
+            num_pages = None
+            if self.is_deterministic:
+                num_pages = _pages_of(rows, part)
+            attention = self._planned(qo_indptr, on_device, part, rows.max_qo_len, num_pages)
             tail = (
-                on_device["tail_indptr"][first : stop + 1],
+                on_device["tail_indptr"][part.start : part.stop + 1],
                 on_device["tail_slots"],
-                on_device["tail_lens"][first:stop],
+                on_device["tail_lens"][part],
             )
             self._batches.append((slice(begin, end), attention, tail))
+
+    def _calls(self, rows: TargetRows) -> Iterator[slice]:
+        """Return the parts of each call."""
+        first, num_parts = 0, len(rows.tail_lens)
+        while first < num_parts:
+            stop = min(first + PARTS_OF_A_CALL, num_parts)
+            while self.is_deterministic and stop > first + 1:
+                part = slice(first, stop)
+                sizes = (stop - first, rows.max_qo_len, _pages_of(rows, part))
+                nbytes = target_workspace_nbytes(self._kv, self._num_qo_heads, *sizes)
+                if nbytes <= MOST_BYTES_OF_A_CALL:
+                    break
+                stop = first + (stop - first) // 2
+            yield slice(first, stop)
+            first = stop
 
     def _planned(
         self,
@@ -75,9 +95,11 @@ class Int8TargetAttention:
         index: dict[str, torch.Tensor],
         part: slice,
         max_qo_len: int,
+        num_pages: int | None,
     ) -> VerifyAttention:
+        """num_pages: of all parts together, for deterministic attention."""
         kv, count = self._kv, part.stop - part.start
-        nbytes = target_workspace_nbytes(kv, self._num_qo_heads, count, max_qo_len)
+        nbytes = target_workspace_nbytes(kv, self._num_qo_heads, count, max_qo_len, num_pages)
         which = int(count < PARTS_OF_A_CALL)
         if len(self._workspaces[which]) < nbytes:
             self._workspaces[which] = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
@@ -92,6 +114,7 @@ class Int8TargetAttention:
             torch.full((count,), page_size, dtype=torch.int32, device=kv.device),
             max_qo_len,
             is_captured=False,
+            deterministic_pages=num_pages,
         )
 
     def run(self, layer: int, q: torch.Tensor, tail: KV, new: KV) -> torch.Tensor:
@@ -111,13 +134,25 @@ class Int8TargetAttention:
         return out
 
     def step(self, rows: DraftRows, batch: int) -> RecordStep:
-        return RecordStep(self._kv, self._num_qo_heads, rows, batch)
+        heads, is_deterministic = self._num_qo_heads, self.is_deterministic
+        return RecordStep(self._kv, heads, rows, batch, is_deterministic=is_deterministic)
 
     def short_step(self, rows: DraftRows, batch: int) -> RecordStep:
         return self.step(rows, batch)
 
     def verifications(self, rows: VerifyRows) -> Int8Verifications:
-        return Int8Verifications(self._kv, self._num_qo_heads, rows)
+        heads, is_deterministic = self._num_qo_heads, self.is_deterministic
+        return Int8Verifications(self._kv, heads, rows, is_deterministic=is_deterministic)
+
+
+class DeterministicInt8Attention(Int8TargetAttention):
+    """The same attention with one order of additions: a query's bits depend on its position, not on
+    how many are computed together. Every page before a query's own is read at 8 bits anyway."""
+
+    is_deterministic: ClassVar[bool] = True
+    query_tiles: ClassVar[tuple[int, ...]] = (64, 128)
+    # The kernel restores each page once for so many query rows.
+    rows_of_a_pass: ClassVar[int | None] = 64
 
 
 class Int8Verification:
@@ -130,9 +165,10 @@ class Int8Verification:
         rows: VerifyRows,
         size: VerifySize,
         workspace: torch.Tensor,
+        deterministic_pages: int | None,
     ) -> None:
         """workspace: zeroed, of target_workspace_nbytes() for rows.max_parts. Only verifications
-        with this max_qo_len may share it."""
+        with this max_qo_len may share it. deterministic_pages: as for planned_target()."""
         self._kv, self.num_parts = kv, rows.max_parts
         self._attention = planned_target(
             kv,
@@ -144,6 +180,7 @@ class Int8Verification:
             rows.past_last,
             size.max_qo_len,
             num_likely=min(-(-size.num_tokens // size.max_qo_len), self.num_parts),
+            deterministic_pages=deterministic_pages,
         )
 
     def plan(self, rows: TargetRows) -> None:
@@ -158,20 +195,41 @@ class Int8Verification:
 class Int8Verifications:
     """TargetVerifications of KVSpec's kernel, with a workspace for each max_qo_len."""
 
-    def __init__(self, kv: GpuKVCache, num_qo_heads: int, rows: VerifyRows) -> None:
+    def __init__(
+        self, kv: GpuKVCache, num_qo_heads: int, rows: VerifyRows, *, is_deterministic: bool
+    ) -> None:
         self._kv, self._num_qo_heads, self._rows = kv, num_qo_heads, rows
+        # Each part has one page in its tail.
+        most = len(rows.past_pages) + rows.max_parts
+        self._deterministic_pages = most if is_deterministic else None
         # Workspaces by max_qo_len. The kernel relies on its counters being as it left them, but the
         # scratch of another max_qo_len begins where the counters of this one end.
         self._workspaces: dict[int, torch.Tensor] = {}
 
     def has_room(self, size: VerifySize) -> bool:
-        return True
+        return self._deterministic_pages is None or self._nbytes(size) <= MOST_BYTES_CAPTURED
 
     def make(self, size: VerifySize) -> Int8Verification:
-        kv, num_qo_heads, rows = self._kv, self._num_qo_heads, self._rows
         if size.max_qo_len not in self._workspaces:
-            nbytes = target_workspace_nbytes(kv, num_qo_heads, rows.max_parts, size.max_qo_len)
-            workspace = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
+            nbytes = self._nbytes(size)
+            workspace = torch.zeros(nbytes, dtype=torch.uint8, device=self._kv.device)
             self._workspaces[size.max_qo_len] = workspace
         workspace = self._workspaces[size.max_qo_len]
-        return Int8Verification(kv, num_qo_heads, rows, size, workspace)
+        return Int8Verification(
+            self._kv,
+            self._num_qo_heads,
+            self._rows,
+            size,
+            workspace,
+            self._deterministic_pages,
+        )
+
+    def _nbytes(self, size: VerifySize) -> int:
+        sizes = (self._rows.max_parts, size.max_qo_len, self._deterministic_pages)
+        return target_workspace_nbytes(self._kv, self._num_qo_heads, *sizes)
+
+
+def _pages_of(rows: TargetRows, part: slice) -> int:
+    """Return the pages of some parts together."""
+    ends = (rows.past_indptr, rows.tail_indptr)
+    return sum(int(each[part.stop] - each[part.start]) for each in ends)

@@ -23,8 +23,17 @@ class RecordStep:
     starting three kernels takes longer than reading the records.
     """
 
-    def __init__(self, kv: GpuKVCache, num_qo_heads: int, rows: DraftRows, batch: int) -> None:
-        self._kv, self._rows = kv, rows
+    def __init__(
+        self,
+        kv: GpuKVCache,
+        num_qo_heads: int,
+        rows: DraftRows,
+        batch: int,
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        """is_deterministic: bits of a row do not depend on the others. Its tail is one page."""
+        self._kv, self._rows, self._is_deterministic = kv, rows, is_deterministic
         self._parts: list[tuple[slice, VerifyAttention]] = []
         # Parts run one after the other. Where the counters of one size end, the scratch of another
         # begins, so only parts of one size share a workspace.
@@ -38,8 +47,11 @@ class RecordStep:
     ) -> VerifyAttention:
         kv, rows = self._kv, self._rows
         count = part.stop - part.start
+        most = None
+        if self._is_deterministic:
+            most = len(rows.past_pages) // rows.max_batch * count + count
         if count not in workspaces:
-            nbytes = target_workspace_nbytes(kv, num_qo_heads, count, max_qo_len=1)
+            nbytes = target_workspace_nbytes(kv, num_qo_heads, count, 1, most)
             workspaces[count] = torch.zeros(nbytes, dtype=torch.uint8, device=kv.device)
         return planned_target(
             kv,
@@ -50,6 +62,7 @@ class RecordStep:
             rows.past_pages,
             rows.past_last[part],
             max_qo_len=1,
+            deterministic_pages=most,
         )
 
     def plan(self, rows: Sequence[DraftRow]) -> None:

@@ -33,6 +33,7 @@ def _plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({}, True, "DeterministicAttention"),
         ({"target_attention": "deterministic"}, False, "DeterministicAttention"),
         ({"target_attention": "deterministic"}, True, "DeterministicAttention"),
+        ({"target": "int8"}, True, "DeterministicInt8Attention"),
     ],
 )
 def test_what_a_server_takes(options, deterministic, expected) -> None:
@@ -47,7 +48,8 @@ def test_an_attention_of_another_package_is_selected_by_name() -> None:
 
 
 def test_a_name_that_no_package_registers_is_refused() -> None:
-    told = "--kvspec-target-attention must be one of deterministic, exact, int8, got 'plain_torch'"
+    known = "deterministic, exact, int8, int8_deterministic"
+    told = f"--kvspec-target-attention must be one of {known}, got 'plain_torch'"
     with pytest.raises(ConfigError, match=told):
         KVSpecConfig(target_attention="plain_torch")
 
@@ -70,6 +72,12 @@ def test_a_name_that_no_package_registers_is_refused() -> None:
             True,
             r"exact cannot be combined with --enable-deterministic-inference "
             r"\(allowed: deterministic\)",
+        ),
+        (
+            {"target_attention": "int8", "target": "int8"},
+            True,
+            r"int8 cannot be combined with --enable-deterministic-inference "
+            r"\(allowed: int8_deterministic\)",
         ),
     ],
 )

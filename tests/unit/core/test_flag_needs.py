@@ -87,14 +87,6 @@ PREFIX_TIERS = {"prefix_host_gb": 1, "prefix_dir": "x", "prefix_server": "tcp://
 # Options of KVSpec, SGLang's arguments, whether on a GPU only, and the sentence of the refusal.
 LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
     (
-        {"target": "int8"},
-        {"enable_deterministic_inference": True},
-        True,
-        "--kvspec-target int8 cannot be combined with --enable-deterministic-inference or "
-        "--kvspec-arithmetic deterministic (allowed: exact): with int8, results depend on the "
-        "other requests of the batch",
-    ),
-    (
         {"arithmetic": "fast"},
         {"enable_deterministic_inference": True},
         False,

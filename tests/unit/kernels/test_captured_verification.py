@@ -27,7 +27,9 @@ PAGE, NUM_PAGES, MAX_TOKENS, MAX_ROWS = 64, 12, 16, 3
 # Both sides round to bf16 (2^-9 relative). The GPU computes 8-bit pages in fp16. A wrong page, slot
 # or length gives errors of the order of 1.
 TOLERANCE = 0.02
-TARGETS = pytest.mark.parametrize("target", ["exact", "int8", "deterministic"])
+TARGETS = pytest.mark.parametrize(
+    "target", ["exact", "int8", "deterministic", "int8_deterministic"]
+)
 
 
 @pytest.fixture(autouse=True)
