@@ -55,7 +55,10 @@ def test_answers_with_log_probabilities(
 
 
 @lossless
-def test_drafts_were_accepted(server: LiveServer) -> None:
+def test_drafts_are_accepted(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    assert server.ask(prompts[:1], new_tokens, at_once=True) == expected[:1]
     counters = server.report()["counters"]
     assert 0 < counters["accepted"] <= counters["drafted"]
 
@@ -71,7 +74,10 @@ def test_int8_answers_do_not_depend_on_anything_else(
 
 
 @pytest.mark.servers("int8 crowded")
-def test_an_int8_crowd_was_retracted(server: LiveServer) -> None:
+def test_an_int8_crowd_is_retracted(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected_int8: Answers
+) -> None:
+    assert server.ask(prompts, new_tokens, at_once=True) == expected_int8
     assert server.num_retractions > 0
 
 
@@ -84,14 +90,20 @@ def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list
 
 
 @pytest.mark.servers("hosted")
-def test_residuals_came_from_host_memory(server: LiveServer) -> None:
+def test_residuals_come_from_host_memory(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    assert server.ask(prompts, new_tokens, at_once=True) == expected
     report = server.report()
     assert report["pools"]["residual_store_pages"] > report["pools"]["residual_cache_pages"]
     assert report["bytes_fetched"] > 0
 
 
 @pytest.mark.servers("crowded")
-def test_a_crowd_was_retracted(server: LiveServer) -> None:
+def test_a_crowd_is_retracted(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+) -> None:
+    assert server.ask(prompts, new_tokens, at_once=True) == expected
     assert server.num_retractions > 0
 
 
