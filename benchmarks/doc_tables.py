@@ -98,6 +98,10 @@ SPARSE_TITLES = {
         "0.94 or more",
     ),
     "sparse.pages_read.smollm2_8k_more.pages_0_17_4": ("pages read, share", "0.2 or less"),
+    "sparse.accept.smollm2_8k_code.pages_0_17_4.vs_all": (
+        "the same, of code instead of English",
+        "0.94 or more",
+    ),
     "sparse.recall.eval31m_32k.predicted.age_12": (
         "recall of the mass of the best pages by predicted queries, 12 tokens old",
         "0.9 or more",
@@ -125,6 +129,14 @@ SPARSE_TITLES = {
     "sparse.8b.128k.saturated.int8": (
         "8B, 128K, `int8` with 12 requests: tokens/s against plain SGLang's best, 6 requests",
         "4 or more",
+    ),
+    "sparse.32b.32k.saturated.int8": (
+        "32B, 32K, `int8` with as many requests as fit: tokens/s against plain SGLang's best",
+        "2.2 or more",
+    ),
+    "sparse.8b.4k.bs64.exact.vs_all": (
+        "8B, 64 x 4K, `exact`: tokens/s against drafts that read all pages",
+        "0.98 or more",
     ),
     "sparse.identity.mismatches": (
         "answers of 484 that differ from plain SGLang beyond a tie, fp32, CPU",
