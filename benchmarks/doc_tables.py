@@ -99,7 +99,7 @@ SPARSE_TITLES = {
     ),
     "sparse.pages_read.smollm2_8k_more.pages_0_17_4": ("pages read, share", "0.2 or less"),
     "sparse.accept.smollm2_8k_code.pages_0_17_4.vs_all": (
-        "the same, of code instead of English",
+        "accepted drafts against all anchors, SmolLM2-135M, code, 8K, 0.17 of the pages",
         "0.94 or more",
     ),
     "sparse.recall.eval31m_32k.predicted.age_12": (
