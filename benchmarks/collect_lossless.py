@@ -2,10 +2,12 @@
 
     python benchmarks/collect_lossless.py --serving deterministic_serving.points.jsonl \\
         deterministic_plain_serving.points.jsonl --kernels deterministic_kernels.json \\
-        --identity identity_products_h100.json --seeded seeded_cpu.json
+        --identity identity_products_h100.json --seeded seeded_cpu.json \\
+        --answers lossless_smollm2.json lossless_eval31m.json --tests gpu_tests.json
 
 Each part was written by its own script: bench_serving.py, bench_deterministic.py,
-bench_gpu_identity.py and bench_seeded.py. Paths are relative to benchmarks/results.
+bench_gpu_identity.py and bench_seeded.py, or with --gpu-report by tests/gpu_server. Paths are
+relative to benchmarks/results. Answers of several parts are counted together.
 `settings.parts` says where, when and at which commit each part was measured. A ratio of servers is
 that of the medians of their measurements, which `settings.rates` has in order. It comes from the
 first part that has both servers, since other parts ran on other machines.
@@ -28,11 +30,12 @@ from serving.records import Record
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "exact-deterministic"
-# Systems to compare with, and what the ratio is called.
+# Pairs of systems to compare, and what the ratio is called.
 AGAINST = {
-    "exact": "vs_fast.exact",
-    "bf16": "vs_plain",
-    "bf16-deterministic": "vs_plain_deterministic",
+    (OURS, "exact"): "vs_fast.exact",
+    ("int8-deterministic", "int8"): "vs_fast.int8",
+    (OURS, "bf16"): "vs_plain",
+    (OURS, "bf16-deterministic"): "vs_plain_deterministic",
 }
 # Figures of kernels that are collected.
 KERNELS = (".share_of_copy", ".rows_that_differ", ".vs_torch", ".vs_sglang", ".vs_deepgemm")
@@ -48,6 +51,8 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--identity", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--seeded", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--answers", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--tests", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--out", type=Path, default=RESULTS / "lossless.json")
     args = parser.parse_args()
     parts: dict[str, Any] = {}
@@ -74,6 +79,9 @@ def main() -> None:
         add(figure_of(row, row["name"].replace(IDENTITY, "lossless.exact.")) for row in part(name))
     for name in args.seeded:
         add(Figure(**row) for row in part(name))
+    add(summed([row for name in args.answers for row in part(name)]))
+    for name in args.tests:
+        add(Figure(**row) for row in part(name) if row["name"].startswith("gpu_tests."))
     for name in args.kernels:
         rows = [row for row in part(name) if row["name"].endswith(KERNELS)]
         add(figure_of(row, f"lossless.{row['name']}") for row in rows)
@@ -97,12 +105,12 @@ def serving_figures(rates: Rates) -> list[Figure]:
     figures = []
     for place, systems in rates.items():
         context = place.split(".")[1]
-        for system, name in AGAINST.items():
-            if OURS in systems and system in systems:
-                ours, base = systems[OURS], systems[system]
+        for (system, other), name in AGAINST.items():
+            if system in systems and other in systems:
+                ours, base = systems[system], systems[other]
                 ratio = median(ours) / median(base)
                 spread = ratio * (_spread(ours) / median(ours) + _spread(base) / median(base))
-                unit = f"x {system}, decode tokens/s, medians of {len(ours)} and {len(base)}"
+                unit = f"x {other}, decode tokens/s, medians of {len(ours)} and {len(base)}"
                 figures.append(
                     Figure(f"lossless.{name}.{context}", ratio, unit, spread, median(base))
                 )
@@ -110,6 +118,17 @@ def serving_figures(rates: Rates) -> list[Figure]:
             name = f"lossless.{place}.{system}.decode.tokens_per_s"
             figures.append(Figure(name, median(values), "tokens/s", _spread(values)))
     return figures
+
+
+def summed(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
+    """Return the sums of the figures of answers by name."""
+    sums: dict[str, Figure] = {}
+    for row in rows:
+        name = row["name"]
+        if name.startswith("lossless."):
+            value = row["value"] + (sums[name].value if name in sums else 0)
+            sums[name] = Figure(name, value, row["unit"], None, row["baseline"])
+    return list(sums.values())
 
 
 def start_figures(measured: Iterable[Record]) -> list[Figure]:

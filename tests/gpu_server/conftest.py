@@ -8,7 +8,7 @@ time. Every other server must give these answers, however it got there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sglang"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fleet import Fleet, Platform
+from fleet import Fleet, Platform, Room
 from gpu_report import GpuReport
 from live_server import Answers, LiveServer
 
 from kvspec_testkit.servers.server_process import ServerStartError
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORTEST, LONGEST = 150, 3000
+SHORTEST = 100
 # Files in the order of their tests: what tells most comes first.
 ORDER = ("identity", "features", "prefix_tiers", "disaggregation", "ranks")
+REPORT = "gpu-report"
 START_AND_ANSWERS = pytest.mark.timeout(900, method="signal")
 
 
@@ -39,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--cpu", action="store_true", help="run the servers on this machine's CPU, in float32")
     add("--gpu-model", type=Path, default=ROOT / "models" / "demo-5m", help="folder of the model")
     add("--gpu-prompts", type=int, default=16, help="prompts that every server answers")
+    add("--gpu-longest", type=int, default=3000, help="tokens of the longest prompt")
     add("--gpu-tokens", type=int, default=64, help="tokens of each answer")
     add("--gpu-logs", type=Path, default=ROOT / ".kvspec" / "gpu_server", help="folder for logs")
     add("--gpu-report", type=Path, help="where to write the figures of these tests")
@@ -46,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(GpuReport(config), "gpu-report")
+    config.pluginmanager.register(GpuReport(config), REPORT)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -75,12 +77,14 @@ def platform(request: pytest.FixtureRequest) -> Platform:
 
 @pytest.fixture(scope="session")
 def prompts(request: pytest.FixtureRequest) -> list[list[int]]:
-    """Prompts whose lengths are spread from SHORTEST to LONGEST, long and short ones mixed."""
+    """Prompts whose lengths are spread from SHORTEST to --gpu-longest, long and short ones
+    mixed."""
     from acceptance.prompts import cut_prompts, even_lengths
 
-    model, count = (request.config.getoption(name) for name in ("--gpu-model", "--gpu-prompts"))
-    windows, _ = cut_prompts(model, count, LONGEST)
-    lengths = even_lengths(count, SHORTEST, LONGEST)
+    option = request.config.getoption
+    count, longest = option("--gpu-prompts"), option("--gpu-longest")
+    windows, _ = cut_prompts(option("--gpu-model"), count, longest)
+    lengths = even_lengths(count, SHORTEST, longest)
     # 7 and a power of two have no common divisor, so every length comes once.
     mixed = [lengths[place * 7 % count] for place in range(count)] if count % 7 else lengths
     return [window[:n] for window, n in zip(windows.tolist(), mixed, strict=True)]
@@ -106,8 +110,10 @@ def fleet(
         for name in mark.args
         if not item.get_closest_marker("skip")
     ]
-    logs = request.config.getoption("--gpu-logs")
-    with Fleet(platform, tmp_path_factory.mktemp("servers"), logs) as servers:
+    option = request.config.getoption
+    room = Room.of(option("--gpu-longest") + option("--gpu-tokens"))
+    scratch = tmp_path_factory.mktemp("servers")
+    with Fleet(platform, room, scratch, option("--gpu-logs")) as servers:
         if platform.on_gpu:
             # A server that does not start fails its own tests, which try again.
             with suppress(ServerStartError):
@@ -125,6 +131,20 @@ def expected(fleet: Fleet, prompts: list[list[int]], new_tokens: int) -> Answers
 def expected_int8(fleet: Fleet, prompts: list[list[int]], new_tokens: int) -> Answers:
     """Answers at the int8 target of the server without drafts, one prompt at a time."""
     return fleet["int8 off"].ask(prompts, new_tokens, at_once=False)
+
+
+@pytest.fixture(scope="session")
+def same(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Return a function that asserts that answers are those expected, and counts them for
+    --gpu-report."""
+    report = request.config.pluginmanager.get_plugin(REPORT)
+
+    def check(found: Answers, wanted: Answers, target: str = "exact") -> None:
+        differ = [n for n, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1]]
+        report.count_answers(target, len(wanted), len(differ))
+        assert not differ, f"{len(differ)} of {len(wanted)} answers differ: numbers {differ}"
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,9 @@ from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 from kvspec_testkit.transport.proxy import Proxy
 
 START_TIMEOUT_S = 480.0
+PAGE = 64
+# Requests that run at once. One server takes as many as there may be prompts.
+MOST_RUNNING, MANY_RUNNING = 16, 48
 FAULTS = Path(__file__).resolve().parents[1] / "sglang" / "faults"
 CHAT_TEMPLATE = FAULTS.parent / "harness" / "chat.jinja"
 ON_GPU = (
@@ -36,13 +39,10 @@ COMMON = (
     # Many servers share the memory, and each needs a few MB for its KV. A server that starts counts
     # what others allocate meanwhile as its own, so --max-total-tokens decides.
     "--mem-fraction-static=0.8",
-    "--page-size=64",
-    "--max-running-requests=16",
+    f"--page-size={PAGE}",
+    f"--max-running-requests={MOST_RUNNING}",
     f"--chat-template={CHAT_TEMPLATE}",
 )
-# Tokens of both pools, and pages of a small residual cache. All prompts together are several times
-# as large as the small pool. The cache holds little more than the longest prompt.
-LARGE_POOL, SMALL_POOL, CACHE_PAGES = 65536, 4096, 60
 # A tenth of the pages, beside the first and the newest ones, which drafts always read.
 PAGES = ("--kvspec-draft-view=pages", "--kvspec-draft-budget=0.1")
 INT8 = "--kvspec-target=int8"
@@ -69,11 +69,28 @@ class Platform:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """Tokens of both pools, and pages of a small residual cache. The large pool holds all that run
+    at once. The small one holds little more than the longest request, which is much less than all
+    prompts together, and so does the cache."""
+
+    large: int
+    small: int
+    cache_pages: int
+
+    @classmethod
+    def of(cls, longest: int) -> Room:
+        """longest: most tokens of a request, prompt and answer."""
+        pages = -(-longest // PAGE)
+        return cls((MOST_RUNNING + 5) * pages * PAGE, (pages + 16) * PAGE, pages + 12)
+
+
+@dataclass(frozen=True, slots=True)
 class Spec:
-    """Flags of a server besides those of all."""
+    """Flags of a server besides those of all. pool_tokens: None for the large pool."""
 
     arguments: tuple[str, ...] = ()
-    pool_tokens: int = LARGE_POOL
+    pool_tokens: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -81,8 +98,9 @@ class Fleet:
     """Servers by name. `fleet[name]` is a healthy server, which starts if it does not run yet.
     Use as a context manager, which stops all."""
 
-    def __init__(self, platform: Platform, scratch: Path, logs: Path) -> None:
+    def __init__(self, platform: Platform, room: Room, scratch: Path, logs: Path) -> None:
         """scratch: folder for prefixes on disk and faults. logs: folder for logs."""
+        self.room = room
         self.scratch = scratch
         self.logs = logs
         self.platform = platform
@@ -128,7 +146,7 @@ class Fleet:
         spec = self._specs[name]
         arguments = [
             *self.platform.arguments,
-            f"--max-total-tokens={spec.pool_tokens}",
+            f"--max-total-tokens={spec.pool_tokens or self.room.large}",
             *spec.arguments,
         ]
         return LiveServer(
@@ -139,39 +157,40 @@ class Fleet:
 
     def _all_specs(self, prefix_server: str) -> dict[str, Spec]:
         faults = {"PYTHONPATH": f"{FAULTS}:{self.environment['PYTHONPATH']}"}
-        small_cache = {**faults, "KVSPEC_CACHE_PAGES": str(CACHE_PAGES)}
+        small_cache = {**faults, "KVSPEC_CACHE_PAGES": str(self.room.cache_pages)}
         breakable = {**faults, "KVSPEC_FAULT_FILE": str(self.fault_file)}
         disk = f"--kvspec-prefix-dir={self.scratch / 'disk'}"
         shared = (f"--kvspec-prefix-server={prefix_server}", WAIT)
         slow = (f"--kvspec-prefix-server={self.slow_link.address}", WAIT)
+        small = self.room.small
         tiers = (HOST, disk, *shared, "--kvspec-prefix-publish-gbps=10")
         return {
             "off": Spec(("--kvspec-draft-len=0",)),
             "exact": Spec(),
-            "pages": Spec(PAGES),
+            "pages": Spec((*PAGES, f"--max-running-requests={MANY_RUNNING}")),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", *PAGES)),
-            "crowded": Spec(PAGES, 2 * SMALL_POOL, RETRACT),
+            "crowded": Spec(PAGES, 2 * small, RETRACT),
             "hosted": Spec(("--kvspec-host-gb=1", *PAGES), environment=small_cache),
             "broken": Spec(PAGES, environment={**faults, "KVSPEC_FAULT_FILE": str(self._broken())}),
-            "tiers": Spec((*tiers, *PAGES), SMALL_POOL),
+            "tiers": Spec((*tiers, *PAGES), small),
             "fresh disk": Spec((disk, *PAGES)),
             "fresh remote": Spec((*shared, *PAGES)),
-            "fresh host": Spec((HOST, "--kvspec-host-gb=1"), SMALL_POOL, small_cache),
+            "fresh host": Spec((HOST, "--kvspec-host-gb=1"), small, small_cache),
             "early": Spec((*slow, *PAGES)),
-            "kept": Spec((*KEPT, self._own_disk("kept"), *PAGES), SMALL_POOL),
+            "kept": Spec((*KEPT, self._own_disk("kept"), *PAGES), small),
             "kept hosted": Spec(
-                (*KEPT, "--kvspec-host-gb=1", self._own_disk("hosted")), SMALL_POOL, small_cache
+                (*KEPT, "--kvspec-host-gb=1", self._own_disk("hosted")), small, small_cache
             ),
             "int8 off": Spec((INT8, "--kvspec-draft-len=0")),
             "int8": Spec((INT8, *PAGES)),
             "int8 small chunks": Spec((INT8, "--chunked-prefill-size=256", *PAGES)),
-            "int8 crowded": Spec((INT8, *PAGES), 2 * SMALL_POOL, RETRACT),
-            "int8 tiers": Spec((INT8, HOST), SMALL_POOL),
+            "int8 crowded": Spec((INT8, *PAGES), 2 * small, RETRACT),
+            "int8 tiers": Spec((INT8, HOST), small),
             "ranks off": Spec(("--tp-size=2", "--kvspec-draft-len=0")),
             "ranks": Spec(("--tp-size=2", *PAGES), environment=breakable),
             "ranks tiers": Spec(
-                ("--tp-size=2", HOST, self._own_disk("ranks"), *PAGES), SMALL_POOL, breakable
+                ("--tp-size=2", HOST, self._own_disk("ranks"), *PAGES), small, breakable
             ),
         }
 

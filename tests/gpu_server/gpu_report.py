@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,22 @@ from acceptance.report import Figure, write_json
 
 
 class GpuReport:
-    """Plug-in of pytest that counts the tests of this run, and writes --gpu-report at its end."""
+    """Plug-in of pytest that counts the tests of this run and the answers that they compare, and
+    writes --gpu-report at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._begin = time.monotonic()
         self._outcomes: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
+        # Answers compared, and those that differ, by target.
+        self._answers: Counter[str] = Counter()
+        self._mismatches: Counter[str] = Counter()
+
+    def count_answers(self, target: str, num_answers: int, num_mismatches: int) -> None:
+        """Count answers that were compared with those of a server without drafts."""
+        self._answers[target] += num_answers
+        self._mismatches[target] += num_mismatches
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid
@@ -39,9 +49,14 @@ class GpuReport:
             *(Figure(f"gpu_tests.{kind}", count, "tests") for kind, count in counts.items()),
             Figure("gpu_tests.seconds", round(time.monotonic() - self._begin, 1), "s"),
         ]
+        for target, count in self._answers.items():
+            differ = self._mismatches[target]
+            figures.append(Figure(f"lossless.{target}.answers", count, "answers"))
+            figures.append(Figure(f"lossless.{target}.mismatches", differ, "answers", None, 0))
         settings = {
             "model": option("--gpu-model").name,
             "prompts": option("--gpu-prompts"),
+            "longest_prompt": option("--gpu-longest"),
             "new_tokens": option("--gpu-tokens"),
             "devices": torch.cuda.device_count(),
             "outcomes": self._outcomes,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import requests
-from fleet import LARGE_POOL, PAGES, START_TIMEOUT_S, Fleet
+from fleet import PAGES, START_TIMEOUT_S, Fleet
 from live_server import Answers
 from serving.live_server import kvspec_of
 from ttkt.disaggregated_requests import TIMEOUT_S, ask
@@ -30,7 +30,7 @@ def pair(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[ServerPair]:
     gbps = LINK_GBPS["gpu" if fleet.platform.on_gpu else "cpu"]
     arguments = (
         *fleet.platform.arguments,
-        f"--max-total-tokens={LARGE_POOL}",
+        f"--max-total-tokens={fleet.room.large}",
         *VIEWS[request.param],
     )
     running = ServerPair(

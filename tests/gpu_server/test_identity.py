@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from fleet import Fleet
 from live_server import Answers, LiveServer
+
+Same = Callable[..., None]
 
 lossless = pytest.mark.servers("exact", "pages", "log4", "small chunks", "crowded", "hosted")
 
 
 def test_plain_steps_do_not_depend_on_what_runs_beside(
-    fleet: Fleet, prompts: list[list[int]], new_tokens: int, expected: Answers
+    fleet: Fleet, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
     fleet["off"].flush()
-    assert fleet["off"].ask(prompts, new_tokens, at_once=True) == expected
+    same(fleet["off"].ask(prompts, new_tokens, at_once=True), expected)
 
 
 @lossless
 def test_one_at_a_time(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
-    assert server.ask(prompts, new_tokens, at_once=False) == expected
+    same(server.ask(prompts, new_tokens, at_once=False), expected)
 
 
 @lossless
 def test_all_at_once(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
     server.flush()
-    assert server.ask(prompts, new_tokens, at_once=True) == expected
+    same(server.ask(prompts, new_tokens, at_once=True), expected)
 
 
 @lossless
 def test_over_cached_prefixes(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
     before = server.hits["resident"]
-    assert server.ask(prompts[-2:] * 2, new_tokens, at_once=False) == expected[-2:] * 2
+    same(server.ask(prompts[-2:] * 2, new_tokens, at_once=False), expected[-2:] * 2)
     assert server.hits["resident"] > before
 
 
 @lossless
 def test_answers_with_log_probabilities(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
     """Such requests are not drafted ahead, so their rounds differ from those of others."""
     params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
@@ -51,33 +55,41 @@ def test_answers_with_log_probabilities(
         for prompt in prompts
     ]
     found = [list(answer["output_ids"]) for answer in server.send(bodies)]
-    assert found == expected
+    same(found, expected)
 
 
 @lossless
 def test_drafts_are_accepted(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
-    assert server.ask(prompts[:1], new_tokens, at_once=True) == expected[:1]
+    same(server.ask(prompts[:1], new_tokens, at_once=True), expected[:1])
     counters = server.report()["counters"]
     assert 0 < counters["accepted"] <= counters["drafted"]
 
 
 @pytest.mark.servers("int8 off", "int8", "int8 small chunks", "int8 crowded")
 def test_int8_answers_do_not_depend_on_anything_else(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected_int8: Answers
+    server: LiveServer,
+    prompts: list[list[int]],
+    new_tokens: int,
+    expected_int8: Answers,
+    same: Same,
 ) -> None:
-    assert server.ask(prompts, new_tokens, at_once=False) == expected_int8
+    same(server.ask(prompts, new_tokens, at_once=False), expected_int8, "int8")
     server.flush()
-    assert server.ask(prompts, new_tokens, at_once=True) == expected_int8
-    assert server.ask(prompts, new_tokens, at_once=True) == expected_int8
+    same(server.ask(prompts, new_tokens, at_once=True), expected_int8, "int8")
+    same(server.ask(prompts, new_tokens, at_once=True), expected_int8, "int8")
 
 
 @pytest.mark.servers("int8 crowded")
 def test_an_int8_crowd_is_retracted(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected_int8: Answers
+    server: LiveServer,
+    prompts: list[list[int]],
+    new_tokens: int,
+    expected_int8: Answers,
+    same: Same,
 ) -> None:
-    assert server.ask(prompts, new_tokens, at_once=True) == expected_int8
+    same(server.ask(prompts, new_tokens, at_once=True), expected_int8, "int8")
     assert server.num_retractions > 0
 
 
@@ -91,9 +103,9 @@ def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list
 
 @pytest.mark.servers("hosted")
 def test_residuals_come_from_host_memory(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
-    assert server.ask(prompts, new_tokens, at_once=True) == expected
+    same(server.ask(prompts, new_tokens, at_once=True), expected)
     report = server.report()
     assert report["pools"]["residual_store_pages"] > report["pools"]["residual_cache_pages"]
     assert report["bytes_fetched"] > 0
@@ -101,9 +113,9 @@ def test_residuals_come_from_host_memory(
 
 @pytest.mark.servers("crowded")
 def test_a_crowd_is_retracted(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
-    assert server.ask(prompts, new_tokens, at_once=True) == expected
+    same(server.ask(prompts, new_tokens, at_once=True), expected)
     assert server.num_retractions > 0
 
 

@@ -4,7 +4,7 @@ server, or anchors that stayed in GPU memory."""
 from __future__ import annotations
 
 import pytest
-from fleet import CACHE_PAGES, SMALL_POOL, Fleet
+from fleet import PAGE, Fleet
 from live_server import Answers, LiveServer
 
 # The residuals of a prompt take at most a second, but always many draft steps.
@@ -61,8 +61,8 @@ def test_a_fresh_server_finds_prefixes(
 
 def test_the_small_cache_was_in_use(fresh: Fleet) -> None:
     pools = fresh["fresh host"].report()["pools"]
-    assert pools["residual_store_pages"] == SMALL_POOL // 64
-    assert pools["residual_cache_pages"] == min(CACHE_PAGES, SMALL_POOL // 64)
+    assert pools["residual_store_pages"] == fresh.room.small // PAGE
+    assert pools["residual_cache_pages"] == fresh.room.cache_pages
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one at a time", "at once"])

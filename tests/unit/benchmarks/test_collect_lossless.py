@@ -63,3 +63,28 @@ def test_other_parts_keep_their_figures(monkeypatch, tmp_path):
         "lossless.seeded.mismatches",
         "lossless.product.layer.16_rows.vs_torch",
     ]
+
+
+def test_answers_of_all_models_are_counted_together(monkeypatch, tmp_path):
+    for file, answers, differ in (("one.json", 600, 0), ("two.json", 500, 2)):
+        values = {"lossless.int8.answers": answers, "lossless.int8.mismatches": differ}
+        values["gpu_tests.passed"] = 7
+        rows = [
+            {"name": name, "value": value, "unit": "u", "spread": None, "baseline": None}
+            for name, value in values.items()
+        ]
+        part = {"commit": "abc", "date": "now", "machine": "H200", "figures": rows}
+        (tmp_path / file).write_text(json.dumps(part))
+    _, figures = collect(monkeypatch, tmp_path, "--answers", "one.json", "two.json")
+    assert figures["lossless.int8.answers"]["value"] == 1100
+    assert figures["lossless.int8.mismatches"]["value"] == 2
+    assert "gpu_tests.passed" not in figures
+    _, figures = collect(monkeypatch, tmp_path, "--tests", "one.json")
+    assert list(figures) == ["gpu_tests.passed"]
+
+
+def test_both_targets_are_compared_with_their_fast_arithmetic(monkeypatch, tmp_path):
+    for system, rate in (("int8-deterministic", 95.0), ("int8", 100.0)):
+        append(tmp_path / "one.jsonl", record(system, rate))
+    _, figures = collect(monkeypatch, tmp_path, "--serving", "one.jsonl")
+    assert figures["lossless.vs_fast.int8.32k"]["value"] == 0.95
