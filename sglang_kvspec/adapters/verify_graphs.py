@@ -72,6 +72,7 @@ class VerifyGraphs:
             max_tokens,
             max_rows,
             min(max_rows * (1 + more), max_tokens) if splits else max_tokens,
+            max_pages=width,
             max_past=max_rows * width * (1 + more if splits else 1),
             max_tail=max_rows * (1 + more),
             max_encoded=max_rows * more if splits else 0,

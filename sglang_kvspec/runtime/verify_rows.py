@@ -22,6 +22,7 @@ class VerifyRows:
         max_tokens: int,
         max_rows: int,
         max_parts: int,
+        max_pages: int,
         max_past: int,
         max_tail: int,
         max_encoded: int,
@@ -30,11 +31,13 @@ class VerifyRows:
         tokens: torch.Tensor | None = None,
     ) -> None:
         """max_parts: at least max_rows; launches may be made for more parts than ever occur.
-        max_past, max_tail: pages of all parts together. max_encoded: pages that requests fill
+        max_pages: most pages of a request, past and tail. max_past, max_tail: pages of all parts
+        together. max_encoded: pages that requests fill
         before the last page that each writes to. tokens: [2, max_tokens] int64 memory of input_ids
         and positions; None allocates it."""
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.max_parts, self.max_encoded = max_parts, max_encoded
+        self.max_pages = max_pages
         self.device = device
 
         def ints(count: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:

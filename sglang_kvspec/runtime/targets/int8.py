@@ -199,33 +199,41 @@ class Int8Verifications:
         self, kv: GpuKVCache, num_qo_heads: int, rows: VerifyRows, *, is_deterministic: bool
     ) -> None:
         self._kv, self._num_qo_heads, self._rows = kv, num_qo_heads, rows
-        # Each part has one page in its tail.
-        most = len(rows.past_pages) + rows.max_parts
-        self._deterministic_pages = most if is_deterministic else None
+        self._is_deterministic = is_deterministic
         # Workspaces by max_qo_len. The kernel relies on its counters being as it left them, but the
         # scratch of another max_qo_len begins where the counters of this one end.
         self._workspaces: dict[int, torch.Tensor] = {}
 
     def has_room(self, size: VerifySize) -> bool:
-        return self._deterministic_pages is None or self._nbytes(size) <= MOST_BYTES_CAPTURED
+        return not self._is_deterministic or self._nbytes(size) <= MOST_BYTES_CAPTURED
 
     def make(self, size: VerifySize) -> Int8Verification:
-        if size.max_qo_len not in self._workspaces:
-            nbytes = self._nbytes(size)
+        nbytes = self._nbytes(size)
+        workspace = self._workspaces.get(size.max_qo_len)
+        # A deterministic one also grows with the number of tokens.
+        if workspace is None or len(workspace) < nbytes:
             workspace = torch.zeros(nbytes, dtype=torch.uint8, device=self._kv.device)
             self._workspaces[size.max_qo_len] = workspace
-        workspace = self._workspaces[size.max_qo_len]
         return Int8Verification(
             self._kv,
             self._num_qo_heads,
             self._rows,
             size,
             workspace,
-            self._deterministic_pages,
+            self._pages(size),
         )
 
+    def _pages(self, size: VerifySize) -> int | None:
+        """Return the most pages of all parts together, if deterministic. A part without tokens has
+        no partial results, and each part has one page in its tail."""
+        rows = self._rows
+        if not self._is_deterministic:
+            return None
+        num_parts = min(size.num_tokens, rows.max_parts)
+        return min(num_parts * rows.max_pages, len(rows.past_pages) + num_parts)
+
     def _nbytes(self, size: VerifySize) -> int:
-        sizes = (self._rows.max_parts, size.max_qo_len, self._deterministic_pages)
+        sizes = (self._rows.max_parts, size.max_qo_len, self._pages(size))
         return target_workspace_nbytes(self._kv, self._num_qo_heads, *sizes)
 
 

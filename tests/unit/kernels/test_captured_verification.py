@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 
+from kvspec_kernels.jit import cuda_verify
+from kvspec_kernels.ops import triton_attention
 from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
@@ -20,6 +22,7 @@ from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
+from sglang_kvspec.runtime.targets import int8
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 
@@ -78,6 +81,7 @@ def rows_of(pair):
         MAX_TOKENS,
         MAX_ROWS,
         2 * MAX_ROWS if splits else MAX_TOKENS,
+        max_pages=NUM_PAGES,
         max_past=2 * NUM_PAGES,
         max_tail=2 * MAX_ROWS,
         max_encoded=MAX_ROWS if splits else 0,
@@ -186,3 +190,19 @@ def test_a_fault_is_found(make_pair, monkeypatch, fault):
     with pytest.raises(AssertionError, match=r"relative error|not 0"):  # noqa: PT012
         one.verify({"a": 6}, a=9, b=5)
         one.verify(b=2)
+
+
+def test_a_verification_without_room_for_partial_results_is_not_captured(make_pair, monkeypatch):
+    """Room is needed for the parts that a size has tokens for, not for all that there may be."""
+    for module in (cuda_verify, triton_attention):
+        monkeypatch.setattr(module, "CHUNK_TOKENS", PAGE)
+    pair = make_pair("int8_deterministic")
+    small, large = VerifySize(2, 2), VerifySize(MAX_TOKENS, 12)
+    made = pair.attention.make_verifications(rows_of(pair))
+    assert made.has_room(small)
+    assert made.has_room(large)
+    needed = [made._nbytes(size) for size in (small, large)]
+    assert needed[0] < needed[1]
+    monkeypatch.setattr(int8, "MOST_BYTES_CAPTURED", needed[1] - 1)
+    assert made.has_room(small)
+    assert not made.has_room(large)

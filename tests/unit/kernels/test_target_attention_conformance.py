@@ -87,6 +87,7 @@ def verifications_of(pair, *sizes):
         MAX_TOKENS,
         MAX_ROWS,
         2 * MAX_ROWS if splits else MAX_TOKENS,
+        max_pages=NUM_PAGES,
         max_past=2 * NUM_PAGES,
         max_tail=2 * MAX_ROWS,
         max_encoded=MAX_ROWS if splits else 0,

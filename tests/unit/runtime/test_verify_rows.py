@@ -36,6 +36,7 @@ def make_rows():
         MAX_ROWS * LONGEST,
         MAX_ROWS,
         parts,
+        max_pages=MAX_PAGES,
         max_past=parts * MAX_PAGES,
         max_tail=parts,
         max_encoded=MAX_ROWS * MORE,
