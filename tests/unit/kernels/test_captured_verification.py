@@ -206,3 +206,5 @@ def test_a_verification_without_room_for_partial_results_is_not_captured(make_pa
     monkeypatch.setattr(int8, "MOST_BYTES_CAPTURED", needed[1] - 1)
     assert made.has_room(small)
     assert not made.has_room(large)
+    # Kernels of short chunks are of no use to other tests.
+    cuda_verify._verify_kernel.cache_clear()
