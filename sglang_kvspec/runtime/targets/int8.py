@@ -151,8 +151,8 @@ class DeterministicInt8Attention(Int8TargetAttention):
 
     is_deterministic: ClassVar[bool] = True
     query_tiles: ClassVar[tuple[int, ...]] = (64, 128)
-    # The kernel restores each page once for so many query rows.
-    rows_of_a_pass: ClassVar[int | None] = 64
+    # A block restores each page once for so many query rows.
+    rows_of_a_pass: ClassVar[int | None] = 128
 
 
 class Int8Verification:
