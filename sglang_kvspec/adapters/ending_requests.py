@@ -1,7 +1,8 @@
-"""The end of a request in SGLang's prefix cache, which releases of SGLang tell it in two ways."""
+"""The end of a request in SGLang's prefix cache, which releases of SGLang tell it in several ways."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_kvspec.adapters.compat.prefix_cache import RadixCache
@@ -11,7 +12,8 @@ class EndingRequests(RadixCache):  # type: ignore[misc]
     """Radix cache that learns whether the tree takes the KV of a request that ends.
 
     Until 0.5.20 SGLang calls cache_finished_req(). Since 0.5.21 it calls claim_kv_row(), then
-    insert_req() if the tree takes the KV, and free_kv_row(), which is not given the request.
+    insert_req() if the tree takes the KV, and free_kv_row(), which is not given the request. Since
+    0.5.22 checkpoint() takes the place of insert_req(), and is also called for running requests.
     """
 
     # A request whose row SGLang is about to free, until the tree has taken its KV.
@@ -45,11 +47,21 @@ class EndingRequests(RadixCache):  # type: ignore[misc]
         return is_claimed
 
     def insert_req(self, req: Any, *, up_to: int) -> None:
+        self._insert(super().insert_req, req, up_to)
+
+    def checkpoint(self, req: Any, *, up_to: int) -> None:
+        if self._leaving is None:
+            super().checkpoint(req, up_to=up_to)
+        else:
+            self._insert(super().checkpoint, req, up_to)
+
+    def _insert(self, insert: Callable[..., None], req: Any, length: int) -> None:
+        """Have the tree take the first tokens of a request that ends, if it may."""
         if not self.may_insert(req):
             return
         self._leaving = None
-        super().insert_req(req, up_to=up_to)
-        self.note_inserted(req, up_to)
+        insert(req, up_to=length)
+        self.note_inserted(req, length)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         if self._leaving is not None:

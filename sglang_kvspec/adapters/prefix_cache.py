@@ -13,6 +13,14 @@ from sglang_kvspec.adapters import hit_breakdown
 from sglang_kvspec.adapters.common_hits import CommonHits, PrefixLookup
 from sglang_kvspec.adapters.compat.free_groups import holds_frees
 from sglang_kvspec.adapters.compat.load_back import takes_parts
+from sglang_kvspec.adapters.compat.matched_prefix import (
+    cache_prefix,
+    load_result,
+    matched_len,
+    matched_slots,
+    prefix_len,
+    prefix_slots,
+)
 from sglang_kvspec.adapters.compat.prefix_cache import (
     EvictParams,
     EvictResult,
@@ -92,7 +100,7 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
         # A lookup without a request is SGLang's own, after an insertion.
         if params.req is None or self._tiers.is_empty:
             return result
-        num_resident = len(result.device_indices)
+        num_resident = matched_len(result)
         is_starting = self._starting is params.req
         links: list[PageLink] = []
         if is_starting or self._common_hits is None:
@@ -117,23 +125,23 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
         tokens = array("q", req.origin_input_ids) + array("q", req.output_ids)
         # SGLang computes at least the last token.
         key = prefix_key(tokens, req, limit=len(tokens) - 1)
-        resident = super().match_prefix(MatchPrefixParams(key=key)).device_indices
+        num_resident = matched_len(super().match_prefix(MatchPrefixParams(key=key)))
         # With overridden embeddings, KV does not follow from tokens.
         if req.positional_embed_overrides is not None:
             return PrefixLookup(0, [])
         links = list(known) if len(known) == len(key) // self.page_size else self._links(key)
-        return PrefixLookup(len(resident) // self.page_size, links)
+        return PrefixLookup(num_resident // self.page_size, links)
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode] | None:
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode] | None:
         """Load what match_prefix() found in tiers, up to the first page that is gone or damaged.
         SGLang calls this with the node above locked and room in its budget of tokens.
 
-        Returns (slots, node of the whole prefix). SGLang computes what is not loaded. Returns None
-        if SGLang must match the request again: see take_part().
+        Returns (slots or their number, node of the whole prefix). SGLang computes what is not
+        loaded. Returns None if SGLang must match the request again: see take_part().
         """
         req = params.req
         assert req is not None, "SGLang must pass the request"
-        start = len(req.prefix_indices)
+        start = prefix_len(req)
         end = start + params.host_hit_length
         key = prefix_key(req.full_untruncated_fill_ids, req, limit=end)
         slots = self._take_slots(params.host_hit_length)
@@ -156,14 +164,14 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
             inserted = self.insert(
                 InsertParams(
                     key=key[: start + num_tokens],
-                    value=torch.cat([req.prefix_indices, slots]),
+                    value=torch.cat([prefix_slots(self, req), slots]),
                     priority=getattr(req, "priority", 0) or 0,
                 )
             )
             assert inserted.prefix_len == start, "the tree changed during a lookup"
             node = inserted.last_device_node
         if is_taken:
-            return slots, node
+            return load_result(slots), node
         self._part = loaded
         return None
 
@@ -219,6 +227,15 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
             kv_of(req).cache_protected_len, _ = self._detached
         self._detached = None
 
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        """Return the slots of the prefix of a request that is being admitted. The loaded pages of
+        an early start are not in the tree. SGLang asks for them since 0.5.22."""
+        if self._detached is None or self._starting is not req:
+            slots: torch.Tensor = super().prefix_device_indices(req)
+            return slots
+        start, own = self._detached
+        return torch.cat([self.path_device_indices(req.last_node)[:start], own])
+
     def cancel_start(self) -> bool:
         """Undo an early start that was not admitted. Return True if pages had been allocated; they
         are released."""
@@ -234,10 +251,7 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
 
     def adopt(self, req: Any) -> None:
         """Put the prefix of an early start into the tree, now that its residuals are here."""
-        computed = req.extend_range
-        req.set_extend_range(computed.start, len(req.prefix_indices))
-        self.cache_unfinished_req(req)
-        req.set_extend_range(computed.start, computed.end)
+        cache_prefix(self, req)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor:
         """Allocate slots of whole pages for up to num_tokens; evict other prefixes if necessary."""
@@ -274,7 +288,7 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
         if not self._may_store(req):
             return
         key = self._key_of(req, length)
-        slots = super().match_prefix(MatchPrefixParams(key=key)).device_indices
+        slots = matched_slots(self, super().match_prefix(MatchPrefixParams(key=key)))
         self._tiers.spill(*self._encoded(key, slots))
 
     def _may_store(self, req: Any) -> bool:

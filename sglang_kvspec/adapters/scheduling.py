@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from sglang_kvspec.adapters.compat.matched_prefix import prefix_len
 from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.compat.scheduling import AddReqResult, get_alloc_reserve_per_decode
 from sglang_kvspec.adapters.prefix_cache import NOTHING, KVSpecRadixCache
@@ -88,7 +89,7 @@ def _running(batch: Any, page_size: int) -> Iterator[PageNeed]:
 
 
 def _starting(req: Any, page_size: int) -> PageNeed:
-    held_pages = len(req.prefix_indices) // page_size
+    held_pages = prefix_len(req) // page_size
     return PageNeed(held_pages, len(req.full_untruncated_fill_ids), _remaining(req))
 
 

@@ -35,6 +35,7 @@ def make_request(
         kv=SimpleNamespace(kv_allocated_len=num_prompt, kv_committed_len=num_prompt),
         kv_committed_len=num_prompt,
         prefix_indices=torch.zeros(prefix),
+        prefix_len=prefix,
         full_untruncated_fill_ids=range(num_prompt),
         sampling_params=SimpleNamespace(max_new_tokens=max_new),
         output_ids=[],

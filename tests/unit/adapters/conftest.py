@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,
+    MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
@@ -67,18 +68,27 @@ class Request(SimpleNamespace):
         return 0
 
 
+# Since 0.5.22 matches and requests keep lengths in place of slots.
+HAS_LENGTHS = "device_prefix_len" in MatchResult._fields
+
+
 def release(tree, req, is_insert, length):
     """Release the first tokens of a request, as SGLang's release_kv_cache() does."""
-    if not hasattr(RadixCache, "insert_req"):
+    if hasattr(RadixCache, "cache_finished_req"):
         tree.cache_finished_req(req, is_insert, kv_len_to_handle=length)
         return
     # Since 0.5.21.
     assert not tree.claim_kv_row(req)
     if is_insert:
-        tree.insert_req(req, up_to=length)
+        insert = tree.checkpoint if HAS_LENGTHS else tree.insert_req
+        insert(req, up_to=length)
     tree.free_kv_row(req.kv, [(req.cache_protected_len, length)])
-    tree.unpin(req)
-    tree.on_release(req, inserted=is_insert)
+    if HAS_LENGTHS:
+        tree.unlock(req.lock)
+        tree.on_release(req, checkpointed=is_insert)
+    else:
+        tree.unpin(req)
+        tree.on_release(req, inserted=is_insert)
 
 
 # A salt that SGLang keeps in a field of its own where it has one.
@@ -150,6 +160,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             token_to_kv_pool_allocator=self.allocator,
             page_size=SIZE,
             enable_kv_cache_events=False,
+            dynamo_kv_event_format=False,
+            kv_event_lora_names=None,
             is_eagle=False,
             disable_finished_insert=False,
             eviction_policy="lru",
@@ -179,6 +191,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             priority=None,
             positional_embed_overrides=None,
             retracted_stain=False,
+            cache_inserted_len=0,
+            swa_evict_floor=0,
+            extend_end=len(tokens),
             cached_tokens_host=NUM_PAGES * SIZE,
             cached_tokens_storage=NUM_PAGES * SIZE,
         )
@@ -191,7 +206,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             parts = parts.plus(self.tree.take_part())
         if parts.num_pages:
             self.tree.count_parts(req, parts)
-        resident = len(req.prefix_indices) - req.host_hit_length
+        prefix = self.prefix_of(req)
+        resident = len(prefix) - req.host_hit_length
         self.hits["resident"] += resident
         self.hits["disk"] += req.storage_hit_length
         self.hits["host"] += req.host_hit_length - req.storage_hit_length
@@ -199,15 +215,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert loaded.kept_host <= req.host_hit_length - req.storage_hit_length
         assert loaded.kept_disk <= req.storage_hit_length
         self.kept_hits += loaded.kept_host + loaded.kept_disk
-        cached = len(req.prefix_indices)
+        cached = len(prefix)
         req.cache_protected_len = cached
-        self.check_content(req, req.prefix_indices)
+        self.check_content(req, prefix)
         needed = -(-(len(tokens) - cached) // SIZE) * SIZE
         if needed > self.allocator.available_size():
             self.tree.evict(EvictParams(num_tokens=needed - self.allocator.available_size()))
         new = self.allocator.alloc(needed)
         assert new is not None
-        row = torch.cat([req.prefix_indices, new])[: len(tokens)]
+        row = torch.cat([prefix, new])[: len(tokens)]
         self.req_to_token[req.req_pool_idx, : len(tokens)] = row.int()
         self.prefill(req, row, cached)
         self.running.append(req)
@@ -218,9 +234,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             match = self.tree.match_prefix(MatchPrefixParams(key=key, req=req))
         room = self.allocator.available_size() + self.tree.evictable_size()
         num_tokens = len(req.full_untruncated_fill_ids)
-        if num_tokens - len(match.device_indices) + 2 * SIZE > room:
+        num_resident = match.device_prefix_len if HAS_LENGTHS else len(match.device_indices)
+        if num_tokens - num_resident + 2 * SIZE > room:
             return False
-        req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
+        req.last_node = match.last_device_node
+        if HAS_LENGTHS:
+            req.prefix_len = num_resident
+        else:
+            req.prefix_indices = match.device_indices
         req.best_match_node = match.best_match_node
         req.host_hit_length, req.storage_hit_length = match.host_hit_length, 0
         return True
@@ -238,12 +259,28 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 self.tree.dec_lock_ref(above)
                 return False
             slots, req.last_node = loaded
-            assert len(slots) == req.host_hit_length
-            assert prefix_cache.takes_parts() or len(slots) in (0, promised)
-            req.prefix_indices = torch.cat([req.prefix_indices, slots])
-        self.tree.inc_lock_ref(req.last_node)
+            num_loaded = slots if HAS_LENGTHS else len(slots)
+            assert num_loaded == req.host_hit_length
+            assert prefix_cache.takes_parts() or num_loaded in (0, promised)
+            if HAS_LENGTHS:
+                req.prefix_len += num_loaded
+            else:
+                req.prefix_indices = torch.cat([req.prefix_indices, slots])
+        if HAS_LENGTHS:
+            req.lock = self.tree.lock(req.last_node)
+        else:
+            self.tree.inc_lock_ref(req.last_node)
         self.tree.dec_lock_ref(above)
         return True
+
+    def prefix_of(self, req):
+        """Return the slots of a request's prefix: those that the tree has of a request that is
+        being admitted, else those in the row of the request."""
+        if not HAS_LENGTHS:
+            return req.prefix_indices
+        if not any(each is req for each in self.running):
+            return self.tree.prefix_device_indices(req)
+        return self.req_to_token[req.req_pool_idx, : req.prefix_len].long()
 
     def prefill(self, req, row, cached):
         """Write the KV of new pages. The newest full page and the rest stay in the window."""
@@ -268,10 +305,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def cache_unfinished(self, data):
-        req = data.draw(st.sampled_from(self.running))
-        self.tree.cache_unfinished_req(req)
-        self.req_to_token[req.req_pool_idx, : len(req.prefix_indices)] = req.prefix_indices.int()
-        self.check_content(req, req.prefix_indices)
+        self.cache(data.draw(st.sampled_from(self.running)))
+
+    def cache(self, req):
+        """Put what a request has computed into the tree."""
+        if HAS_LENGTHS:
+            self.tree.checkpoint(req, up_to=req.extend_end)
+            req.prefix_len = req.extend_end
+        else:
+            self.tree.cache_unfinished_req(req)
+            slots = req.prefix_indices
+            self.req_to_token[req.req_pool_idx, : len(slots)] = slots.int()
+        self.check_content(req, self.prefix_of(req))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), is_insert=st.booleans(), in_group=st.booleans())
@@ -444,7 +489,7 @@ class TwoRanks(RuleBasedStateMachine):
         assert first.allocator.free_pages.tolist() == second.allocator.free_pages.tolist()
         assert first.hits == second.hits
         for one, other in zip(first.running, second.running, strict=True):
-            assert one.prefix_indices.tolist() == other.prefix_indices.tolist()
+            assert first.prefix_of(one).tolist() == second.prefix_of(other).tolist()
             assert one.cache_protected_len == other.cache_protected_len
         assert first.tree.total_size() == second.tree.total_size()
 

@@ -123,7 +123,8 @@ def early_machine(prefix_cache_machine):
             req = self.running[-1]
             self.tree.detach(req)
             req.set_extend_range = partial(self.set_extend_range, req)
-            req.set_extend_range(len(req.prefix_indices), len(req.full_untruncated_fill_ids))
+            num_cached = len(self.prefix_of(req))
+            req.set_extend_range(num_cached, len(req.full_untruncated_fill_ids))
             req.get_fill_ids = lambda: req.full_untruncated_fill_ids[: req.extend_range.end]
 
         @staticmethod
@@ -140,18 +141,14 @@ def early_machine(prefix_cache_machine):
             for req in self.running:
                 if req.rid in complete:
                     self.tree.adopt(req)
-                    self.check_content(req, req.prefix_indices)
+                    self.check_content(req, self.prefix_of(req))
             self.remote.whole.clear()
 
         @precondition(lambda self: not all(map(self.is_apart, self.running)))
         @rule(data=st.data())
         def cache_unfinished(self, data):
-            req = data.draw(st.sampled_from([r for r in self.running if not self.is_apart(r)]))
-            self.tree.cache_unfinished_req(req)
-            self.req_to_token[req.req_pool_idx, : len(req.prefix_indices)] = (
-                req.prefix_indices.int()
-            )
-            self.check_content(req, req.prefix_indices)
+            whole = [req for req in self.running if not self.is_apart(req)]
+            self.cache(data.draw(st.sampled_from(whole)))
 
     return EarlyMachine
 
@@ -203,7 +200,7 @@ def test_a_start_that_finds_no_room_leaves_nothing(make_kv, early_machine):
     machine.start((0, 1, 0), 5, None)
     (req,) = machine.running
     # SGLang has loaded the request's prefix and then not admitted the request.
-    machine.tree._detached = (0, req.prefix_indices)
+    machine.tree._detached = (0, machine.prefix_of(req))
     assert machine.tree.cancel_start()
     assert not machine.tree.cancel_start()
     assert machine.early.rids == []
