@@ -29,6 +29,7 @@ from sglang_kvspec.adapters.request_fields import (
     check_text,
     check_texts,
     check_token_list,
+    each,
     is_int64,
     shown,
 )
@@ -98,6 +99,10 @@ def check_raw(obj: Any, pool_pages: int | None) -> None:
                 f"n must be at most {pool_pages}, the number of pages of the server's KV pool "
                 f"(each sample needs a page), got {num_samples}"
             )
+    # Since 0.5.22.
+    for watermark in each(getattr(obj, "watermark", None)):
+        if watermark is not None:
+            _refuse_watermarks("watermark", watermark)
     if obj.input_embeds is not None:
         check_embeds(obj.input_embeds)
     if obj.session_params is not None:
@@ -187,9 +192,15 @@ def _refuse_beams(name: str, value: Any) -> None:
         raise ValueError(f"--kvspec does not run beam search: remove {name}, or use a plain server")
 
 
+def _refuse_watermarks(name: str, value: Any) -> None:
+    if value != {"enabled": False}:
+        raise ValueError(f"--kvspec does not watermark: remove {name}, or use a plain server")
+
+
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "n": check_integer(least=1),
     "beam_width": _refuse_beams,
+    "watermark": _refuse_watermarks,
     # SGLang replaces a stream_interval of 0 with the server's.
     **dict.fromkeys(
         ("max_new_tokens", "min_new_tokens", "stream_interval"), check_integer(least=0)

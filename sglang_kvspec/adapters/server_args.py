@@ -39,13 +39,14 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "kv_cache_dtype": ("auto", "KVSpec encodes the KV cache itself"),
     "disaggregation_decode_enable_radix_cache": (False, "KVSpec's decode servers keep no prefixes"),
     "disaggregation_decode_enable_offload_kvcache": (False, "KVSpec has its own tiers"),
-    "disaggregation_decode_host_receive_threshold": (0.0, "KVSpec has its own tiers"),
+    "disaggregation_decode_allocation_policy": ("early", "KVSpec sends pages during the prefill"),
     "disaggregation_enable_kv_checksum": (False, "KVSpec's transfers have their own checksums"),
     "enable_pd_role_switch": (False, "KVSpec's servers keep their role"),
     "enable_lora": (None, "KVSpec does not serve LoRA adapters yet"),
     "lora_paths": (None, "KVSpec does not serve LoRA adapters yet"),
     "pp_size": (1, "KVSpec does not support pipeline parallelism yet"),
     "enable_dp_attention": (False, "KVSpec does not support data-parallel attention yet"),
+    "attn_dp_size": (1, "KVSpec does not support data-parallel attention yet"),
     "dcp_size": (1, "KVSpec does not support context parallelism yet"),
     "attn_cp_size": (1, "KVSpec does not support context parallelism yet"),
     "enable_prefill_context_parallel": (False, "KVSpec does not support context parallelism yet"),
@@ -54,6 +55,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "enable_flexkv": (False, "KVSpec has its own tiers"),
     "enable_unified_cache_external_linker": (False, "KVSpec has its own tiers"),
     "enable_unified_memory": (False, "KVSpec has its own KV pool"),
+    "enable_kv_cache_sharding": (False, "KVSpec has its own KV pool"),
     "enable_return_routed_experts": (False, "KVSpec does not track the KV slot of each token"),
     "enable_hisparse": (False, "KVSpec has its own tiers"),
     "enable_layernorm_sp": (False, "KVSpec builds its own ragged batches"),
@@ -61,10 +63,16 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "enable_memory_saver": (False, "KVSpec cannot release and restore its pools yet"),
     "enable_page_major_kv_layout": (False, "KVSpec has its own KV layout"),
     "is_embedding": (False, "KVSpec serves generation only"),
+    "enable_watermark": (False, "KVSpec samples tokens itself, without watermarks"),
+    "enable_return_aux_hidden_states": (False, "KVSpec does not return hidden states yet"),
+    "enable_nvidia_megakernel": (False, "KVSpec runs its own forwards and graphs"),
+    "enable_amd_monokernel": (False, "KVSpec runs its own forwards and graphs"),
+    "enable_paged_experts": (False, "KVSpec captures CUDA graphs with all experts in GPU memory"),
     "rl_on_policy_target": (None, "KVSpec does not reproduce a trainer's kernels"),
     "dllm_algorithm": (None, "KVSpec verifies tokens from left to right"),
     "speculative_num_draft_tokens": (None, "--kvspec-draft-len sets the number of drafts"),
     "speculative_num_steps": (None, "--kvspec-draft-len sets the number of drafts"),
+    "speculative_use_block_verification": (False, "KVSpec accepts drafts by its own rules"),
     "speculative_eagle_topk": (None, "KVSpec drafts one sequence, not a tree"),
     "tokenizer_worker_num": (1, "SGLang's additional HTTP workers load no plugins"),
     "detokenizer_worker_num": (1, "more detokenizers need more tokenizer workers"),
@@ -121,7 +129,12 @@ def build_server_args(make: Callable[..., Any], arguments: Mapping[str, Any]) ->
 
 def check_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for SGLang options KVSpec cannot honour: flag, value and reason."""
-    for name, (fine, reason) in _REFUSED.items():
+    # Imported late: plain servers do not check flags.
+    from sglang_kvspec.adapters.compat.host_receive import host_receive_off
+
+    threshold = "disaggregation_decode_host_receive_threshold"
+    refused = _REFUSED | {threshold: (host_receive_off(), "KVSpec has its own tiers")}
+    for name, (fine, reason) in refused.items():
         value = kwargs.get(name, fine)
         if value != fine and value is not None and value is not False:
             raise ConfigError(

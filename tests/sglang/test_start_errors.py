@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,23 +276,36 @@ def test_a_yaml_switch(tmp_path: Path, text: str, is_on: bool) -> None:
     assert (activation.config_of(args) is not None) == is_on
 
 
-@pytest.mark.skipif(
-    parse_version(metadata.version("sglang")) < (0, 5, 21), reason="SGLang lacks these flags"
-)
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("since", "flags", "expected"),
     [
-        (f"{PREFILL_FLAGS} --enable-pd-role-switch", "keep their role"),
-        (f"{DECODE} --disaggregation-enable-kv-checksum", "checksums"),
-        (f"{DECODE} --disaggregation-decode-host-receive-threshold 0.5", "its own tiers"),
+        ("0.5.21", f"{PREFILL_FLAGS} --enable-pd-role-switch", "keep their role"),
+        ("0.5.21", f"{DECODE} --disaggregation-enable-kv-checksum", "checksums"),
+        ("0.5.21", f"{DECODE} --disaggregation-decode-host-receive-threshold 0.5", "its own tiers"),
+        ("0.5.22", f"{DECODE} --disaggregation-decode-host-receive-threshold 0", "its own tiers"),
+        (
+            "0.5.22",
+            f"{DECODE} --disaggregation-decode-allocation-policy prefill_complete",
+            "sends pages during the prefill",
+        ),
+        ("0.5.22", "--attn-dp-size 2", "data-parallel attention"),
+        ("0.5.22", "--enable-kv-cache-sharding", "its own KV pool"),
+        ("0.5.22", "--enable-watermark", "samples tokens itself"),
+        ("0.5.22", "--speculative-use-block-verification", "its own rules"),
+        ("0.5.23", "--enable-return-aux-hidden-states", "hidden states"),
+        ("0.5.23", "--enable-nvidia-megakernel", "its own forwards"),
+        ("0.5.23", "--enable-amd-monokernel", "its own forwards"),
+        ("0.5.23", "--enable-paged-experts", "all experts in GPU memory"),
     ],
 )
 def test_flags_of_later_releases(
-    capsys: pytest.CaptureFixture[str], flags: str, expected: str
+    capsys: pytest.CaptureFixture[str], since: str, flags: str, expected: str
 ) -> None:
+    if parse_version(metadata.version("sglang")) < parse_version(since):
+        pytest.skip("SGLang lacks this flag")
     line = refusal(capsys, "--kvspec", *flags.split())
     assert flags.removeprefix(DECODE).removeprefix(PREFILL_FLAGS).split()[0] in line
-    assert "leave it unset" in line or "allowed: 0.0" in line
+    assert re.search(r"\(allowed: (leave it unset|0\.0|1\.0|1|early)\)", line)
     assert expected in line
 
 

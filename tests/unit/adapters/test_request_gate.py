@@ -103,6 +103,25 @@ def test_beam_search_is_refused(value):
         check_raw(request(sampling_params={"beam_width": value}), PAGES)
 
 
+@pytest.mark.parametrize(
+    "value", [{"enabled": True}, {"key": "7"}, {"enabled": False, "key": "7"}, {}, "x"]
+)
+def test_watermarks_are_refused(value):
+    """SGLang has them since 0.5.22. In other releases the name is unknown."""
+    with pytest.raises(ValueError, match="watermark"):
+        check_raw(request(sampling_params={"watermark": value}), PAGES)
+    if hasattr(GenerateReqInput, "watermark"):
+        for fields in ({"watermark": value}, {"text": ["x", "y"], "watermark": [None, value]}):
+            with pytest.raises(ValueError, match="watermark"):
+                check_raw(request(**fields), PAGES)
+
+
+@pytest.mark.skipif(not hasattr(GenerateReqInput, "watermark"), reason="SGLang lacks watermarks")
+def test_a_request_may_ask_for_no_watermark():
+    for value in (None, {"enabled": False}):
+        check_raw(request(watermark=value, sampling_params={"watermark": value}), PAGES)
+
+
 @pytest.mark.parametrize("rows", ["x", 5, ["x"], [None], [{}, 5], [[]], [{}, [{}]]])
 def test_sampling_parameters_must_be_objects(rows):
     with pytest.raises(ValueError, match="sampling_params"):
@@ -274,7 +293,7 @@ class _Tokenizer:
 # Since 0.5.21 SGLang itself refuses seeds of numpy.
 SEEDS_MAY_BE_NUMPY = "sampling_seed" not in inspect.getsource(SamplingParams.verify)
 # Parameters that releases since 0.5.19 have.
-NEW_FIELDS = {"beam_width", "ebnf_full_assistant"}
+NEW_FIELDS = {"beam_width", "ebnf_full_assistant", "watermark"}
 
 
 def test_every_parameter_of_sglang_is_known():
