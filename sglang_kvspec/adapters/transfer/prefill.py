@@ -119,14 +119,10 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
     """SGLang's sender of one request's KV to a decode server."""
 
     def __init__(
-        self,
-        mgr: PrefillManager,
-        bootstrap_addr: str,
-        bootstrap_room: int,
-        dest_tp_ranks: list[int],
-        pp_rank: int,
-        req_has_disagg_prefill_dp_rank: bool = False,
+        self, mgr: PrefillManager, bootstrap_addr: str, bootstrap_room: int, **unused: Any
     ) -> None:
+        """unused: ranks of prefill and decode servers, which differ by release. SGLang names all
+        arguments."""
         self.kv_mgr = mgr
         self._room = bootstrap_room
         self._num_pages = self._num_given = 0

@@ -56,7 +56,7 @@ def decode_manager() -> DecodeManager:
 
 
 def sender(manager, room=ROOM) -> KVSpecSender:
-    return KVSpecSender(manager, ADDR, room, [0], 0)
+    return KVSpecSender(manager, ADDR, room)
 
 
 def failure_of(end) -> str:
