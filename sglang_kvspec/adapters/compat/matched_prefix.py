@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
 __all__ = [
@@ -32,18 +31,18 @@ else:
 
     def matched_len(match: MatchResult) -> int:
         """Return the number of tokens that a match found in the tree."""
-        return match.device_prefix_len  # type: ignore[no-any-return]
+        return int(match.device_prefix_len)
 
 
 if _keeps_slots():
 
-    def matched_slots(tree: Any, match: MatchResult) -> torch.Tensor:
+    def matched_slots(tree: Any, match: MatchResult) -> Any:
         """Return the slots of the tokens that a match found in the tree."""
         return match.device_indices
 
 else:
 
-    def matched_slots(tree: Any, match: MatchResult) -> torch.Tensor:
+    def matched_slots(tree: Any, match: MatchResult) -> Any:
         """Return the slots of the tokens that a match found in the tree."""
         return tree.path_device_indices(match.last_device_node)
 
@@ -58,31 +57,31 @@ else:
 
     def prefix_len(req: Any) -> int:
         """Return the number of tokens of a request that it need not compute."""
-        return req.prefix_len  # type: ignore[no-any-return]
+        return int(req.prefix_len)
 
 
 if _keeps_slots():
 
-    def prefix_slots(tree: Any, req: Any) -> torch.Tensor:
+    def prefix_slots(tree: Any, req: Any) -> Any:
         """Return the slots of the prefix of a request that is not admitted yet."""
         return req.prefix_indices
 
 else:
 
-    def prefix_slots(tree: Any, req: Any) -> torch.Tensor:
+    def prefix_slots(tree: Any, req: Any) -> Any:
         """Return the slots of the prefix of a request that is not admitted yet."""
         return tree.prefix_device_indices(req)
 
 
 if _keeps_slots():
 
-    def load_result(slots: torch.Tensor) -> Any:
+    def load_result(slots: Any) -> Any:
         """Return what init_load_back() reports of the slots that it has loaded."""
         return slots
 
 else:
 
-    def load_result(slots: torch.Tensor) -> Any:
+    def load_result(slots: Any) -> Any:
         """Return what init_load_back() reports of the slots that it has loaded."""
         return len(slots)
 
