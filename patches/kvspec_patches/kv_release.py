@@ -1,7 +1,8 @@
 """release_kv_cache: pages that stay as a cached prefix leave the recent window.
 
 SGLang 0.5.17 tells a worker of requests that end while they decode, but not of requests that end
-with their prefill.
+with their prefill. Until 0.5.21 is_insert says whether the tree takes the KV of the request, since
+0.5.22 checkpoint does.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 
-def hook(req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+def hook(
+    req: Any, tree_cache: Any, is_insert: bool = True, *, checkpoint: bool = True
+) -> None:
     from sglang_kvspec.adapters.compat.request_kv import kv_of
 
-    if is_insert and kv_of(req).req_pool_idx is not None:
+    if is_insert and checkpoint and kv_of(req).req_pool_idx is not None:
         pool = tree_cache.token_to_kv_pool_allocator.get_kvcache()
         pool.retire(req, tree_cache.req_to_token_pool)

@@ -1,4 +1,7 @@
-"""KVCacheConfigurator._build_mha_kv_pool: builds KVSpec's pool on a GPU from the sizing plan."""
+"""KVCacheConfigurator._build_mha_kv_pool: builds KVSpec's pool from the sizing plan.
+
+Until SGLang 0.5.21 it builds pools of GPUs only, since 0.5.22 those of CPUs, too.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from sglang_kvspec.adapters.compat.attention import (
     RadixAttention,
     register_attention_backend,
 )
+from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
 from sglang_kvspec.adapters.compat.server_args import (
     add_attention_backend_choices,
     add_deterministic_attention_backend_choices,
@@ -49,7 +50,7 @@ class KVSpecAttentionBackend(AttentionBackend):  # type: ignore[misc]
             if isinstance(module, RadixAttention):
                 _check_attention(module, isinstance(self.attention, DeviceAttention))
             if isinstance(module, LogitsProcessor):
-                check_logits(module, runner.tp_group.world_size)
+                check_logits(module, get_tp_group().world_size)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         pass

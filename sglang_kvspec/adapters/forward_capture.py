@@ -16,6 +16,7 @@ from sglang_kvspec.adapters.compat.forward import (
     set_dp_buffer_len,
     set_is_extend_in_batch,
 )
+from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
 
 
 class StaticRows(Protocol):
@@ -72,13 +73,13 @@ class ForwardCapture:
             for _ in range(warm_ups):
                 rows.clear()
                 torch.cuda.synchronize()
-                runner.tp_group.barrier()
+                get_tp_group().barrier()
                 logits = step()
             if self.logits is None:
                 self.logits = logits.new_empty(self._max_tokens, logits.shape[1])
             del logits
             torch.cuda.synchronize()
-            runner.tp_group.barrier()
+            get_tp_group().barrier()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 self.logits[:num_tokens].copy_(step())

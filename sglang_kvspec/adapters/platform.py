@@ -29,6 +29,10 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
         return MHATokenToKVPool
 
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """Leave the class to SGLang, which serves get_mha_kv_pool_cls() with a warning."""
+        return None
+
     def get_paged_allocator_cls(self) -> type:
         from sglang_kvspec.adapters.allocator import KVSpecAllocator, TorchPagedAllocator
         from sglang_kvspec.adapters.environment import is_on

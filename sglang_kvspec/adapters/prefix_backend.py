@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from sglang_kvspec.adapters.activation import config_of
+from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
 from sglang_kvspec.adapters.compat.prefix_cache import (
     BasePrefixCache,
     TreeCacheBuildContext,
@@ -60,7 +61,7 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     if not config.keeps_prefixes:
         return KVSpecRadixCache(ctx.params, pool.kv, PrefixTiers(pool.kv))
-    ranks = ranks_of(ctx.tp_worker.model_runner.tp_group)
+    ranks = ranks_of(get_tp_group())
     num_sharing = ranks_on_a_machine(ctx.server_args)
     weights = hash_of_weights(ctx.tp_worker.model_runner.model)
     arithmetic = arithmetic_of(ctx.server_args)

@@ -11,7 +11,7 @@ from sglang_kvspec.runtime.ranks import Ranks
 
 
 def ranks_of(group: Any) -> Ranks:
-    """Return the Ranks of `group`, SGLang's GroupCoordinator of a model runner's TP ranks."""
+    """Return the Ranks of `group`, SGLang's GroupCoordinator of TP ranks."""
     return Ranks(group.rank_in_group, group.world_size, group.cpu_group, group.device_group)
 
 

@@ -45,6 +45,9 @@ class RaggedForwardInput(SpecInput):  # type: ignore[misc]
     """spec_info of one ragged forward: positions [num_tokens] int64. The attention backend has the
     rows."""
 
+    # Tokens that the forward reads beyond seq_lens, which SGLang asks for since 0.5.22.
+    draft_token_num = 0
+
     def __init__(self, positions: torch.Tensor) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)
         self.positions = positions

@@ -11,6 +11,7 @@ from sglang_kvspec.adapters import round_times
 from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.assembly import build_loop, schedule_of, share_parts
 from sglang_kvspec.adapters.compat.batches import GenerationBatchResult, LogitsProcessorOutput
+from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
 from sglang_kvspec.adapters.compat.spec_worker import BaseSpecWorker
 from sglang_kvspec.adapters.draft_view import view_of
 from sglang_kvspec.adapters.logprobs import fill_logprobs
@@ -51,7 +52,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self._draft_worker = None
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
-        self.ranks: Ranks = ranks_of(target_worker.model_runner.tp_group)
+        self.ranks: Ranks = ranks_of(get_tp_group())
         self._sampler = SpecSampler(server_args.random_seed, device_of(server_args, gpu_id))
         self._exporter: MetricsExporter | None = None
         self._remote_exporter: RemoteMetrics | None = None

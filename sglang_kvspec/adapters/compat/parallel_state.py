@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sglang.srt.distributed.parallel_state import get_world_group, graph_capture
+from sglang.srt.distributed.parallel_state import get_tp_group, get_world_group, graph_capture
 
-__all__ = ["get_world_group", "graph_capture"]
+__all__ = ["get_tp_group", "get_world_group", "graph_capture"]

@@ -81,7 +81,7 @@ def test_one_line_a_process_names_the_hooks(caplog):
     line = record.getMessage()
     release = metadata.version("sglang")
     assert line.startswith(f"KVSpec: {count} hooks applied to SGLang {release} by plugin kvspec (")
-    assert "flags: add_cli_args, from_cli_args, engine_args; kvspec: kv_release, " in line
+    assert "flags: add_cli_args, from_cli_args, engine_args; kvspec: mha_kv_pool, " in line
     assert "front_kvspec" not in line
 
 
