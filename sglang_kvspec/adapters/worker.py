@@ -12,6 +12,7 @@ from sglang_kvspec.adapters.activation import config_of
 from sglang_kvspec.adapters.assembly import build_loop, schedule_of, share_parts
 from sglang_kvspec.adapters.compat.batches import GenerationBatchResult, LogitsProcessorOutput
 from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
+from sglang_kvspec.adapters.compat.runtime_context import get_serving
 from sglang_kvspec.adapters.compat.spec_worker import BaseSpecWorker
 from sglang_kvspec.adapters.draft_view import view_of
 from sglang_kvspec.adapters.logprobs import fill_logprobs
@@ -53,7 +54,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
         self.ranks: Ranks = ranks_of(get_tp_group())
-        self._sampler = SpecSampler(server_args.random_seed, device_of(server_args, gpu_id))
+        self._sampler = SpecSampler(target_worker.random_seed, device_of(server_args, gpu_id))
         self._exporter: MetricsExporter | None = None
         self._remote_exporter: RemoteMetrics | None = None
 
@@ -76,9 +77,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             token_to_kv_pool_allocator,
         )
         if self.server_args.enable_metrics and self.ranks.is_first:
-            self._exporter = MetricsExporter(self.server_args.served_model_name)
+            model_name = get_serving().served_model_name
+            self._exporter = MetricsExporter(model_name)
             if self.config.prefix_server is not None:
-                self._remote_exporter = RemoteMetrics(self.server_args.served_model_name)
+                self._remote_exporter = RemoteMetrics(model_name)
 
     def init_cuda_graphs(self) -> None:
         """Build the round loop. SGLang has loaded the model and its attention backend."""

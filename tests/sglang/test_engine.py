@@ -18,7 +18,6 @@ def test_engine_serves_with_keyword_arguments(servers: ServerSwitch) -> None:
         "dtype": "float32",
         "max_total_tokens": 4096,
         "mem_fraction_static": 0.1,
-        "random_seed": 0,
         "kvspec": True,
         "kvspec_codec": "uniform4",
         "kvspec_target": "int8",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
 
 try:
     from sglang.srt.runtime_context import get_schedule
@@ -10,4 +10,4 @@ except ImportError:
     # Until 0.5.16 the settings are fields of ServerArgs.
     from sglang.srt.runtime_context import get_server_args as get_schedule
 
-__all__ = ["get_parallel", "get_schedule"]
+__all__ = ["get_parallel", "get_schedule", "get_serving"]

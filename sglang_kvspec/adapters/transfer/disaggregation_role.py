@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sglang_kvspec.adapters.compat.runtime_context import get_serving
 from sglang_kvspec.adapters.transfer.decoding import Decoding, keep_retracted
 from sglang_kvspec.adapters.transfer.peers import Serving, install
 from sglang_kvspec.core.config import KVSpecConfig
@@ -34,7 +35,7 @@ class DisaggregationRole:
         self.decoding = Decoding(self._serving) if is_decode else None
         self._metrics: TransferMetrics | None = None
         if server_args.enable_metrics and ranks.is_first:
-            self._metrics = TransferMetrics(server_args.served_model_name)
+            self._metrics = TransferMetrics(get_serving().served_model_name)
 
     def write_behind(self, join: Callable[[], None]) -> None:
         """Set join, which makes later writes wait for rounds that run beside the scheduler."""
