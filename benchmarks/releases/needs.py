@@ -28,12 +28,17 @@ Kind = Literal["hook", "import", "method"]
 # Methods that adapters override on some releases only: the first release that calls them, and the
 # first that does not; None for no end.
 _CACHE = "sglang.srt.mem_cache.radix_cache.RadixCache"
+_PLATFORM = "sglang.srt.platforms.cpu.CpuDeviceMixin"
 _WORKER = "sglang.srt.speculative.base_spec_worker.BaseSpecWorker"
 METHOD_RELEASES: dict[str, tuple[str, str | None]] = {
     f"{_CACHE}.cache_finished_req": (SUPPORTED[0], "0.5.21"),
     f"{_CACHE}.claim_kv_row": ("0.5.21", None),
-    f"{_CACHE}.insert_req": ("0.5.21", None),
+    f"{_CACHE}.insert_req": ("0.5.21", "0.5.22"),
+    f"{_CACHE}.checkpoint": ("0.5.22", None),
+    f"{_CACHE}.prefix_device_indices": ("0.5.22", None),
     f"{_CACHE}.free_kv_row": ("0.5.21", None),
+    f"{_PLATFORM}.get_mha_kv_pool_cls": (SUPPORTED[0], "0.5.22"),
+    f"{_PLATFORM}.get_kv_pool_cls": ("0.5.22", None),
     f"{_WORKER}.update_weights_from_disk": (SUPPORTED[0], "0.5.21"),
     f"{_WORKER}.update_weights_from_ipc": (SUPPORTED[0], "0.5.21"),
 }

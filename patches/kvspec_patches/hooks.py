@@ -8,6 +8,7 @@ from kvspec_patches import (
     assign_req_to_token,
     batch_output,
     cached_tokens,
+    checkpoint_release,
     draft_kv_pool,
     drafts_histogram,
     engine_args,
@@ -165,6 +166,15 @@ HOOKS = (
         "before",
         "kvspec",
         kv_release.hook,
+        until="0.5.22",
+        remove_when="SGLang tells workers about every request that ends",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.common.release_kv_cache",
+        "before",
+        "kvspec",
+        checkpoint_release.hook,
+        since="0.5.22",
         remove_when="SGLang tells workers about every request that ends",
     ),
     Hook(

@@ -1,4 +1,4 @@
-"""The end of a request in SGLang's prefix cache, which releases of SGLang tell it in several ways."""
+"""The end of a request in SGLang's prefix cache, by the calls of each release of SGLang."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The prefix that a request has in the tree: until 0.5.21 matches and requests keep its slots, since
-0.5.22 its length."""
+"""The prefix that a request has in the tree: until 0.5.21 matches and requests keep its slots, and
+since 0.5.22 its length."""
 
 from __future__ import annotations
 
