@@ -20,11 +20,11 @@ def shard_of(ranks: Ranks) -> str:
     return f"{ranks.rank}/{ranks.size}"
 
 
-def device_of(server_args: Any, gpu_id: int) -> torch.device:
-    """Return the device of this rank."""
-    if server_args.device == "cpu":
+def device_of(runner: Any) -> torch.device:
+    """Return the device of this rank. runner: SGLang's model runner."""
+    if runner.device == "cpu":
         return torch.device("cpu")
-    return torch.device(server_args.device, gpu_id)
+    return torch.device(runner.device, runner.gpu_id)
 
 
 def ranks_on_a_machine(server_args: Any) -> int:

@@ -54,7 +54,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
         self.ranks: Ranks = ranks_of(get_tp_group())
-        self._sampler = SpecSampler(target_worker.random_seed, device_of(server_args, gpu_id))
+        device = device_of(target_worker.model_runner)
+        self._sampler = SpecSampler(target_worker.random_seed, device)
         self._exporter: MetricsExporter | None = None
         self._remote_exporter: RemoteMetrics | None = None
 
