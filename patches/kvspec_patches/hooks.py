@@ -388,13 +388,13 @@ HOOKS = (
         "after",
         "front_kvspec",
         response_usage.hook,
-        remove_when="UsageInfo has completion_tokens_details",
+        remove_when="SGLang counts drafts in completion_tokens_details",
     ),
     Hook(
         "sglang.srt.entrypoints.openai.usage_processor.UsageProcessor.calculate_streaming_usage",
         "after",
         "front_kvspec",
         streaming_usage.hook,
-        remove_when="UsageInfo has completion_tokens_details",
+        remove_when="SGLang counts drafts in completion_tokens_details",
     ),
 )

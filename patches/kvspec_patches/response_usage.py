@@ -1,6 +1,7 @@
 """UsageProcessor.calculate_response_usage: adds accepted and rejected drafts to OpenAI answers.
 
-SGLang 0.5.17 has no completion_tokens_details.
+Until SGLang 0.5.22 there are no completion_tokens_details. Since 0.5.23 they have reasoning tokens
+only.
 """
 
 from __future__ import annotations

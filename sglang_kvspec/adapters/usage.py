@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from sglang_kvspec.adapters.compat.openai import protocol
+from sglang_kvspec.adapters.compat.openai import CompletionTokensDetails, protocol
 
 FIELD = "completion_tokens_details"
 # Models of SGLang whose serializers hold a copy of UsageInfo's.
@@ -21,7 +20,9 @@ _ANSWERS = (
 )
 
 
-class CompletionTokensDetails(BaseModel):
+class DraftDetails(CompletionTokensDetails):  # type: ignore[misc]
+    """SGLang's details of completion tokens, if it has any, and the drafts."""
+
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -48,7 +49,9 @@ def add_drafts(usage: Any, completion_tokens: Iterable[int]) -> None:
     if not counted:
         return
     _allow_details()
-    details = CompletionTokensDetails(
+    known = getattr(usage, FIELD, None)
+    details = DraftDetails(
+        **({} if known is None else known.model_dump()),
         accepted_prediction_tokens=sum(tokens.accepted for tokens in counted),
         rejected_prediction_tokens=sum(tokens.rejected for tokens in counted),
     )
@@ -57,10 +60,9 @@ def add_drafts(usage: Any, completion_tokens: Iterable[int]) -> None:
 
 @cache
 def _allow_details() -> None:
-    """Give SGLang's UsageInfo the field that OpenAI has and SGLang lacks."""
+    """Let SGLang's UsageInfo have drafts among the details, a field that it lacks until 0.5.22."""
     fields = protocol.UsageInfo.model_fields
-    if FIELD in fields:
-        return
-    fields[FIELD] = FieldInfo(annotation=CompletionTokensDetails | None, default=None)
+    others = fields[FIELD].annotation if FIELD in fields else None
+    fields[FIELD] = FieldInfo(annotation=DraftDetails | others, default=None)
     for model in (protocol.UsageInfo, *_ANSWERS):
         model.model_rebuild(force=True)

@@ -13,6 +13,8 @@ from kvspec_patches import response_usage, spec_meta_info, streaming_usage
 from sglang_kvspec.adapters import activation
 
 COUNTS = {"accepted_prediction_tokens": 7, "rejected_prediction_tokens": 6}
+# Since 0.5.23 SGLang itself counts reasoning tokens there.
+HAS_DETAILS = hasattr(protocol, "CompletionTokensDetails")
 
 
 @pytest.fixture
@@ -67,8 +69,21 @@ def whole(answers):
 def test_drafts_of_all_samples_reach_the_json(answers, make, model):
     answer = model(id="x", created=1, model="m", choices=[], usage=make(answers))
     usage = json.loads(answer.model_dump_json(exclude_none=True))["usage"]
-    assert usage["completion_tokens_details"] == COUNTS
+    reasoning = {"reasoning_tokens": 0} if HAS_DETAILS else {}
+    assert usage["completion_tokens_details"] == reasoning | COUNTS
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (10, 14)
+
+
+@pytest.mark.skipif(not HAS_DETAILS, reason="SGLang has no details of its own")
+def test_reasoning_tokens_stay(answers):
+    answers[1]["meta_info"]["reasoning_tokens"] = 3
+    details = {"reasoning_tokens": 3}
+    without = {"meta_info": {"completion_tokens": 5, "reasoning_tokens": 3}}
+    for responses, counts in ((answers, COUNTS), ([without], {})):
+        usage = UsageProcessor.calculate_response_usage(responses)
+        response_usage.hook(usage, responses)
+        dumped = json.loads(usage.model_dump_json())
+        assert dumped["completion_tokens_details"] == details | counts
 
 
 def test_counted_tokens_are_plain_json(answers):
