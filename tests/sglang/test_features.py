@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,8 @@ def test_an_answer_of_one_token_leaves_nothing_in_the_window(url: str) -> None:
         ("custom_logit_processor", '{"callable": "00"}'),
         # Since 0.5.21.
         *[("token_indices_to_pool", [0])] * hasattr(GenerateReqInput, "token_indices_to_pool"),
+        # Since 0.5.22.
+        *[("watermark", {"enabled": True})] * hasattr(GenerateReqInput, "watermark"),
     ],
 )
 def test_refuses_what_it_cannot_serve(url: str, field: str, value: Any) -> None:
@@ -143,6 +146,8 @@ def test_refuses_what_it_cannot_serve(url: str, field: str, value: Any) -> None:
 
 NOTHING = {"ebnf": "root ::= root", "max_new_tokens": 8}
 GENERATE, DETOKENIZE = "/generate", "/v1/detokenize"
+# Since 0.5.22 SGLang itself refuses values of a wrong type, in an answer that names no field.
+CHECKS_TYPES = find_spec("sglang.srt.entrypoints.api_contract") is not None
 # Each of these would end the scheduler of a plain server, or be answered with status 500.
 HOSTILE: dict[str, tuple[str, Any, str]] = {
     "top logprobs beyond the vocabulary": (
@@ -150,11 +155,15 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
         "top_logprobs_num",
     ),
     **{
-        f"{name} {value!r}": (GENERATE, {"text": "x", "sampling_params": {name: value}}, name)
-        for name, value in (
-            *(("max_new_tokens", 1.5), ("max_new_tokens", "x"), ("top_k", 1.5)),
-            *(("n", 0), ("n", -1), ("n", 100_000), ("n", None)),
+        f"{name} {value!r}": (
+            *(GENERATE, {"text": "x", "sampling_params": {name: value}}),
+            "invalid type" if CHECKS_TYPES else name,
         )
+        for name, value in (("max_new_tokens", 1.5), ("max_new_tokens", "x"), ("top_k", 1.5))
+    },
+    **{
+        f"n {value}": (GENERATE, {"text": "x", "sampling_params": {"n": value}}, "n")
+        for value in (0, -1, 100_000, None)
     },
     **{
         f"input_ids {ids}": (GENERATE, {"input_ids": ids}, words)
@@ -260,6 +269,7 @@ def test_server_info_and_metrics(url: str) -> None:
     ):
         assert f"sglang:kvspec_{name}{{" in text, name
     assert 'reason="test"' not in text
+    assert 'model_name="None"' not in text
 
 
 def test_the_dashboard_shows_the_server(url: str, tmp_path: Path) -> None:
