@@ -1,5 +1,5 @@
-"""--disaggregation-decode-host-receive-threshold, which KVSpec refuses: 0 turns it off in 0.5.21, and
-1 since 0.5.22."""
+"""The value of --disaggregation-decode-host-receive-threshold that turns it off: 0 in 0.5.21, and 1
+since 0.5.22. KVSpec refuses any other."""
 
 from __future__ import annotations
 
