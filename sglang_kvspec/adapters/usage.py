@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from sglang_kvspec.adapters.compat.openai import CompletionTokensDetails, protocol
+from sglang_kvspec.adapters.compat.openai import details_model, protocol
 
 FIELD = "completion_tokens_details"
 # Models of SGLang whose serializers hold a copy of UsageInfo's.
@@ -20,7 +20,7 @@ _ANSWERS = (
 )
 
 
-class DraftDetails(CompletionTokensDetails):  # type: ignore[misc]
+class DraftDetails(details_model()):  # type: ignore[misc]
     """SGLang's details of completion tokens, if it has any, and the drafts."""
 
     accepted_prediction_tokens: int
