@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "releases.json"
 PAGE = ROOT / "docs" / "reference" / "sglang-releases.md"
 # Releases that are not supported. Their columns show what a move there would take.
-OTHERS = ("0.5.16", "0.5.22", "0.5.23")
+OTHERS = ("0.5.16",)
 
 
 def main() -> int:

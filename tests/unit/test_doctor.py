@@ -23,7 +23,7 @@ def test_another_python_is_refused(monkeypatch):
 def test_another_sglang_ends_the_checks(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "0.5.99")
     *_, sglang, last = doctor.diagnose([])
-    assert "0.5.21 on a CPU, but SGLang 0.5.99 is installed" in sglang.problem
+    assert "0.5.23 on a CPU, but SGLang 0.5.99 is installed" in sglang.problem
     assert last.found == doctor.NOT_CHECKED
 
 
