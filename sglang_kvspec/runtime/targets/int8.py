@@ -24,8 +24,8 @@ from sglang_kvspec.runtime.targets.record_step import RecordStep
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 
-# Most memory of partial results of deterministic attention: of an eager call, and of all captured
-# verifications. A larger forward is made in several calls.
+# Most memory of partial results of deterministic attention: of an eager call, and of the captured
+# verifications of one max_qo_len. A larger forward is made in several calls, without a graph.
 MOST_BYTES_OF_A_CALL, MOST_BYTES_CAPTURED = 2**28, 2**30
 
 
@@ -63,9 +63,7 @@ class Int8TargetAttention:
         for part in self._calls(rows):
             begin, end = int(rows.qo_indptr[part.start]), int(rows.qo_indptr[part.stop])
             qo_indptr = to_device(device, rows.qo_indptr[part.start : part.stop + 1] - begin)
-            num_pages = None
-            if self.is_deterministic:
-                num_pages = _pages_of(rows, part)
+            num_pages = _pages_of(rows, part) if self.is_deterministic else None
             attention = self._planned(qo_indptr, on_device, part, rows.max_qo_len, num_pages)
             tail = (
                 on_device["tail_indptr"][part.start : part.stop + 1],
