@@ -18,7 +18,7 @@ from sglang_kvspec.adapters.server_args import (
     check_flags,
     check_gpu_flags,
 )
-from sglang_kvspec.core.config import KVSpecConfig, Transfer
+from sglang_kvspec.core.config import KVSpecConfig, Target, Transfer
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 
 DETERMINISTIC = {"enable_deterministic_inference": True}
@@ -85,7 +85,12 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
             "--prefill-max-requests 2 .*--kvspec-host-gb",
         ),
         ({"target": "int8"}, {"page_size": 128}, (9, 0), "--page-size 128"),
-        ({"target": "int8"}, DETERMINISTIC, (9, 0), "--kvspec-target int8 .*allowed: exact"),
+        (
+            {"target": "int8", "target_attention": "int8"},
+            DETERMINISTIC,
+            (9, 0),
+            "--kvspec-target-attention int8 .*allowed: int8_deterministic",
+        ),
         ({}, {"page_size": 96} | DETERMINISTIC, (9, 0), "--page-size 96 .*powers of two"),
         (
             {"arithmetic": "deterministic"},
@@ -122,7 +127,8 @@ def test_what_a_gpu_cannot_serve_yet(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     check_gpu_flags(KVSpecConfig(), {"page_size": 64, "prefill_max_requests": 2})
     check_gpu_flags(KVSpecConfig(host_gb=4), {"prefill_max_requests": 1})
-    check_gpu_flags(KVSpecConfig(), DETERMINISTIC)
+    for target in get_args(Target):
+        check_gpu_flags(KVSpecConfig(target=target), DETERMINISTIC)
     check_gpu_flags(KVSpecConfig(), PREFILL | DETERMINISTIC)
     check_gpu_flags(KVSpecConfig(target_attention="deterministic"), {})
     for mode in get_args(Transfer):
