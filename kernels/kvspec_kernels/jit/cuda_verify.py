@@ -11,6 +11,7 @@ import torch
 
 from kvspec_kernels.formats import anchor_layout, residual_layout
 from kvspec_kernels.jit import nvrtc
+from kvspec_kernels.jit.chunks import chunk_blocks
 from kvspec_kernels.jit.cuda_attention import (
     BLOCK_RESERVED,
     LOG2_E,
@@ -35,9 +36,6 @@ BLOCKS_OF_COLUMNS = {1: 4, 2: 4, 4: 3, 8: 3, 16: 2}
 MOST_JOINED = 10
 # Most rows of these parts, all together, that the last block reads.
 MOST_ROWS_JOINED = 320
-# Tokens of a chunk of deterministic attention. Shorter chunks would leave many parts to merge, and
-# longer ones few blocks for few requests.
-CHUNK_TOKENS = 4096
 # Columns of 8 queries of deterministic attention, whose sums have one order, and warps that merge
 # chunks in one order.
 CHUNK_COLUMNS = (8, 16)
@@ -74,8 +72,8 @@ class VerifyKernel:
         is_deterministic: bool = False,
     ) -> None:
         """join_warps: warps of a second kernel that joins the parts of a request; 0 if the
-        request's last block joins them. is_deterministic: chunks of CHUNK_TOKENS tokens, which a
-        second kernel joins, take the place of equal shares."""
+        request's last block joins them. is_deterministic: chunks of jit/chunks.py, which a second
+        kernel joins, take the place of equal shares."""
         self.shape = shape
         queries = max_qo_len * _group(shape)
         self._columns, self._blocks = columns_and_blocks(
@@ -85,7 +83,7 @@ class VerifyKernel:
         # Rows of a part, of which a narrow request fills few.
         self._part_rows = min(8 * self._columns, queries) if is_deterministic else 8 * self._columns
         self._shared = _shared_bytes(shape, self._columns)
-        self._chunk_pages = chunk_pages(shape.page_size) if is_deterministic else 0
+        self._chunk_pages = chunk_blocks(shape.page_size) if is_deterministic else 0
         names = ("verify_attention",)
         defines = verify_defines(
             shape,
@@ -206,7 +204,7 @@ class VerifyKernel:
         return chunks * self.shape.num_kv_heads * self._max_column_blocks
 
     def _part_bytes(self, values: int, num_parts: int) -> int:
-        # Of whole 16 bytes, because vectors follow.
+        # Vectors follow, so the bytes are a multiple of 16.
         return _int_bytes(num_parts * self._part_rows * values)
 
 
@@ -280,11 +278,6 @@ def join_defines(
     verify_defines()."""
     own = {"GROUP": _group(shape), "COLUMNS": columns, "CHUNK_PAGES": chunk_pages}
     return row_join_defines(shape, join_warps) | own
-
-
-def chunk_pages(page_size: int) -> int:
-    """Return the pages of a chunk of deterministic attention."""
-    return max(CHUNK_TOKENS // page_size, 1)
 
 
 def _int_bytes(count: int) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from kvspec_kernels.jit.chunks import chunk_blocks
 from kvspec_kernels.jit.deterministic_attention import (
     deterministic_attention_kernel,
     merge_chunks_kernel,
@@ -18,8 +19,6 @@ from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 # Fixed sizes: another tile could compile to instructions that add in another order.
 BLOCK_ROWS = 64
 NUM_WARPS, NUM_STAGES = 4, 3
-# Tokens of a chunk. Shorter chunks would leave many parts to merge, and longer ones few programs.
-CHUNK_TOKENS = 4096
 
 
 class Past(NamedTuple):
@@ -39,7 +38,7 @@ class Past(NamedTuple):
 
 def num_chunks(num_pages: int, page_size: int) -> int:
     """Return the number of chunks of a request with num_pages pages, past and tail together."""
-    return -(-num_pages // _chunk_pages(page_size))
+    return -(-num_pages // chunk_blocks(page_size))
 
 
 def deterministic_attention(
@@ -87,7 +86,7 @@ def deterministic_attention(
         "max_chunks": max_chunks,
         "stride_out_token": out.stride(0),
         "stride_out_head": out.stride(1),
-        "CHUNK_PAGES": _chunk_pages(page_size),
+        "CHUNK_PAGES": chunk_blocks(page_size),
         "GROUP": group,
         "PAGE_SIZE": page_size,
         "HEAD_DIM": head_dim,
@@ -127,10 +126,6 @@ def deterministic_attention(
             BLOCK_ROWS=triton.next_power_of_2(group), num_warps=1, **common
         )
     return out
-
-
-def _chunk_pages(page_size: int) -> int:
-    return max(CHUNK_TOKENS // page_size, 1)
 
 
 def _check_parts(parts: torch.Tensor, q: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvspec_kernels.jit.attention import attention_kernel, merge_kernel
+from kvspec_kernels.jit.chunks import chunk_blocks
 from kvspec_kernels.jit.functions import kernel_function
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
 from kvspec_kernels.reference.codec import kernel_reference_of
@@ -19,8 +20,6 @@ from kvspec_kernels.reference.codec import kernel_reference_of
 # one query token of 16 requests takes, with three and with two: exact, 1024 tokens: 30 us and
 # 35 us; anchor, 4096 tokens: 179 us and 147 us.
 PROGRAMS_PER_SM: dict[Source, int] = {"anchor": 2, "int8": 3, "exact": 3}
-# Tokens of a work item of deterministic attention.
-CHUNK_TOKENS = 4096
 # Values of partial outputs that a program of the merge loads at a time.
 MERGE_TILE = 8192
 # More stages would pipeline loads through shared memory, of which smaller devices have 100 KB.
@@ -60,7 +59,7 @@ class Launch:
         block_n = 64 if plan.page_size % 64 == 0 and not wide else 32
         if plan.deterministic_pages is not None:
             # Another tile could compile to instructions that add in another order.
-            block_m, item_units = most_rows, max(CHUNK_TOKENS // block_n, 1)
+            block_m, item_units = most_rows, chunk_blocks(block_n)
             units = plan.deterministic_pages * -(-plan.page_size // block_n)
             num_blocks = -(-rows // block_m)
             num_items = units // item_units + plan.batch_size

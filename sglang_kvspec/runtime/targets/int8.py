@@ -144,8 +144,8 @@ class Int8TargetAttention:
 
 
 class DeterministicInt8Attention(Int8TargetAttention):
-    """The same attention with one order of additions: a query's bits depend on its position, not on
-    how many are computed together. Every page before a query's own is read at 8 bits anyway."""
+    """Int8TargetAttention with one order of sums. A query reads every page before its own at 8
+    bits, however many are computed together, so its bits depend on its position alone."""
 
     is_deterministic: ClassVar[bool] = True
     query_tiles: ClassVar[tuple[int, ...]] = (64, 128)

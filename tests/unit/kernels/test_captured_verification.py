@@ -11,8 +11,7 @@ import sys
 import pytest
 import torch
 
-from kvspec_kernels.jit import cuda_verify
-from kvspec_kernels.ops import triton_attention
+from kvspec_kernels.jit import chunks, cuda_verify
 from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
@@ -194,8 +193,7 @@ def test_a_fault_is_found(make_pair, monkeypatch, fault):
 
 def test_a_verification_without_room_for_partial_results_is_not_captured(make_pair, monkeypatch):
     """Room is needed for the parts that a size has tokens for, not for all that there may be."""
-    for module in (cuda_verify, triton_attention):
-        monkeypatch.setattr(module, "CHUNK_TOKENS", PAGE)
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", PAGE)
     pair = make_pair("int8_deterministic")
     small, large = VerifySize(2, 2), VerifySize(MAX_TOKENS, 12)
     made = pair.attention.make_verifications(rows_of(pair))

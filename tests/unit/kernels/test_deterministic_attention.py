@@ -126,7 +126,7 @@ def a_row_at_a_time(device, monkeypatch):
 def chunk(request, monkeypatch):
     """Chunks of a size, in pages."""
     if request.param:
-        monkeypatch.setattr(ops, "_chunk_pages", lambda page_size: request.param)
+        monkeypatch.setattr(ops, "chunk_blocks", lambda page_size: request.param)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
-from kvspec_kernels.jit import cuda_verify
-from kvspec_kernels.ops import triton_attention
+from kvspec_kernels.jit import chunks, cuda_verify
 from kvspec_testkit.kernels.cases import make_case, results_for
 
 PAGE, CHUNK = 64, 128
@@ -35,8 +34,7 @@ def short_chunks(monkeypatch):
 
 
 def set_chunk(monkeypatch, tokens):
-    for module in (cuda_verify, triton_attention):
-        monkeypatch.setattr(module, "CHUNK_TOKENS", tokens)
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", tokens)
     cuda_verify._verify_kernel.cache_clear()
 
 
