@@ -2,14 +2,14 @@
 
 usage: python benchmarks/bench_gpu_identity.py --model PATH [--prompts N] [--out PATH]
        python benchmarks/bench_gpu_identity.py --model PATH --deterministic
-       python benchmarks/bench_gpu_identity.py --model PATH --control --isolate
+       python benchmarks/bench_gpu_identity.py --model PATH --isolate {nothing,attention,operators}
 
 In bf16, a matrix product of 17 rows may round differently from one of 1 row. The larger of two
 nearly equal logits can then change: a tie. The gap is the difference in log-probability of the two
 most likely tokens at the first place where two answers differ.
 --control: compare plain SGLang with itself, too, with fewer requests at once.
---isolate: find what makes answers differ. Compare drafting with drafting off twice more: with the
-target's attention deterministic alone, and with SGLang's batch-invariant operators alone.
+--isolate: find what makes answers differ. Compare drafting with drafting off only, with nothing
+deterministic, with the target's attention alone, or with SGLang's batch-invariant operators alone.
 
 --deterministic: all servers run with --enable-deterministic-inference. Matrix products and
 attention are then batch-invariant, and drafting must not change a token. The server with drafting
@@ -24,7 +24,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ import torch
 from acceptance.prompts import cut_prompts, even_lengths
 from acceptance.report import Figure, write_json
 from rich.console import Console
+from serving.environment import server_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 # Folder of a plug-in.
@@ -44,6 +46,7 @@ OPERATORS = ROOT / "benchmarks" / "serving" / "operators"
 TIE_GAP = 0.25 + 1e-5
 
 SHORTEST = 100
+DRAFTING_OFF = {"kvspec_draft_len": 0}
 
 console = Console(width=110)
 
@@ -60,6 +63,14 @@ class Answer:
 
 def main() -> None:
     args = parse_arguments()
+    with tempfile.TemporaryDirectory() as scratch:
+        # Engines start in this process, and look for plug-ins on its path.
+        sys.path[:0] = server_environment(Path(scratch), None)["PYTHONPATH"].split(os.pathsep)
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Start the engines, compare their answers, and write the result."""
     prompts = prompts_of_all_lengths(args.model, args.prompts, args.longest)
     common: dict[str, Any] = {
         "model_path": str(args.model),
@@ -73,43 +84,24 @@ def main() -> None:
         "log_level": "error",
         **json.loads(args.engine_args),
     }
-    prefix = "identity.gpu"
     if args.deterministic:
-        prefix = "identity.gpu.deterministic"
         common["enable_deterministic_inference"] = True
-    plain_arguments = {"attention_backend": "flashinfer"} | common
-    with engine(**plain_arguments) as server:
-        plain = answers("plain", server, prompts, args.new_tokens)
-    figures: list[Figure] = []
-    fewer = max(1, args.concurrency // 3)
-    if args.control:
-        with engine(**plain_arguments | {"max_running_requests": fewer}) as server:
-            again = answers(f"plain, {fewer} at once", server, prompts, args.new_tokens)
-        figures += compare(f"{prefix}.plain_differences_to_itself", again, plain)
-    for target in args.targets:
-        kvspec = common | {"kvspec": True, "kvspec_target": target, "kvspec_codec": args.codec}
-        kvspec |= json.loads(args.kvspec_engine_args)
-        drafting = kvspec | {"kvspec_draft_len": args.draft_len}
-        with engine(**kvspec | {"kvspec_draft_len": 0}) as server:
-            off = answers(f"{target}, drafting off", server, prompts, args.new_tokens)
-        with engine(**drafting) as server:
-            on = answers(target, server, prompts, args.new_tokens)
-            unwatched = tokens_alone(server, prompts, args.new_tokens) if args.deterministic else []
-        suffix = "" if target == "exact" else f".{target}"
-        figures += compare(f"{prefix}{suffix}.mismatches_vs_draft_off", on, off)
-        if args.isolate and target == "exact":
-            figures += isolated(prefix, drafting, prompts, args.new_tokens)
-        if unwatched:
-            differ = sum(a != b.tokens for a, b in zip(unwatched, off, strict=True))
-            name = f"{prefix}{suffix}.mismatches_vs_draft_off.without_logprobs"
-            figures.append(Figure(name, differ, f"of {len(off)} answers", None, 0))
-            console.print(f"{name}: {differ}")
-        if target == "exact":
-            figures += compare(f"{prefix}.differences_to_plain", on, plain)
-            figures += compare(f"{prefix}.draft_off_differences_to_plain", off, plain)
-            same = sum(a.tokens == b.tokens for a, b in zip(on, plain, strict=True))
-            share = same / len(prompts)
-            figures.append(Figure(f"{prefix}.share_equal_plain", share, "of prompts", None, 1.0))
+    of_targets = {
+        target: {
+            **common,
+            "kvspec": True,
+            "kvspec_target": target,
+            "kvspec_codec": args.codec,
+            "kvspec_draft_len": args.draft_len,
+            **json.loads(args.kvspec_engine_args),
+        }
+        for target in args.targets
+    }
+    if args.isolate:
+        figures = isolated(args.isolate, of_targets["exact"], prompts, args.new_tokens)
+    else:
+        figures = compared(args, common, of_targets, prompts)
+    fewer = _fewer(args.concurrency)
     settings = {
         "model": args.model.name,
         "prompts": len(prompts),
@@ -117,7 +109,7 @@ def main() -> None:
         "new_tokens": args.new_tokens,
         "concurrency": args.concurrency,
         "concurrency_of_plain_compared_with_itself": fewer if args.control else None,
-        "deterministic": args.deterministic,
+        "deterministic": args.isolate or args.deterministic,
         "draft_len": args.draft_len,
         "codec": args.codec,
         "tie": f"the log-probabilities of the two most likely tokens differ by at most {TIE_GAP}",
@@ -133,21 +125,64 @@ def main() -> None:
     console.print(f"written: {args.out}")
 
 
-def isolated(
-    prefix: str, drafting: dict[str, Any], prompts: Sequence[list[int]], new_tokens: int
+def compared(
+    args: argparse.Namespace,
+    common: dict[str, Any],
+    of_targets: Mapping[str, dict[str, Any]],
+    prompts: Sequence[list[int]],
 ) -> list[Figure]:
-    """Return how many answers differ from drafting off if only attention, or only the operators,
-    give rows that do not depend on the batch. What is left differs because of the rest."""
-    figures = []
-    attention = {"kvspec_target_attention": "deterministic"}
-    for name, more in (("attention", attention), ("operators", {})):
-        with batch_invariant_operators() if name == "operators" else nullcontext():
-            with engine(**drafting | more | {"kvspec_draft_len": 0}) as server:
-                off = answers(f"deterministic {name}, drafting off", server, prompts, new_tokens)
-            with engine(**drafting | more) as server:
-                on = answers(f"deterministic {name}", server, prompts, new_tokens)
-        figures += compare(f"{prefix}.deterministic_{name}.mismatches_vs_draft_off", on, off)
+    """Compare each target with drafting off, and the exact one with plain SGLang. common: arguments
+    of every engine. of_targets: those with drafting, by target."""
+    prefix = "identity.gpu.deterministic" if args.deterministic else "identity.gpu"
+    plain_arguments = {"attention_backend": "flashinfer"} | common
+    with engine(**plain_arguments) as server:
+        plain = answers("plain", server, prompts, args.new_tokens)
+    figures: list[Figure] = []
+    if args.control:
+        fewer = _fewer(args.concurrency)
+        with engine(**plain_arguments | {"max_running_requests": fewer}) as server:
+            again = answers(f"plain, {fewer} at once", server, prompts, args.new_tokens)
+        figures += compare(f"{prefix}.plain_differences_to_itself", again, plain)
+    for target, drafting in of_targets.items():
+        with engine(**drafting | DRAFTING_OFF) as server:
+            off = answers(f"{target}, drafting off", server, prompts, args.new_tokens)
+        with engine(**drafting) as server:
+            on = answers(target, server, prompts, args.new_tokens)
+            unwatched = tokens_alone(server, prompts, args.new_tokens) if args.deterministic else []
+        suffix = "" if target == "exact" else f".{target}"
+        figures += compare(f"{prefix}{suffix}.mismatches_vs_draft_off", on, off)
+        if unwatched:
+            differ = sum(a != b.tokens for a, b in zip(unwatched, off, strict=True))
+            name = f"{prefix}{suffix}.mismatches_vs_draft_off.without_logprobs"
+            figures.append(Figure(name, differ, f"of {len(off)} answers", None, 0))
+            console.print(f"{name}: {differ}")
+        if target == "exact":
+            figures += compare(f"{prefix}.differences_to_plain", on, plain)
+            figures += compare(f"{prefix}.draft_off_differences_to_plain", off, plain)
+            same = sum(a.tokens == b.tokens for a, b in zip(on, plain, strict=True))
+            share = same / len(prompts)
+            figures.append(Figure(f"{prefix}.share_equal_plain", share, "of prompts", None, 1.0))
     return figures
+
+
+def _fewer(concurrency: int) -> int:
+    """Return the requests that plain SGLang runs at once, to be compared with itself."""
+    return max(1, concurrency // 3)
+
+
+def isolated(
+    what: str, drafting: dict[str, Any], prompts: Sequence[list[int]], new_tokens: int
+) -> list[Figure]:
+    """Return how many answers differ from drafting off if only `what` gives rows that do not depend
+    on the batch. Answers that still differ do so because of the rest."""
+    if what == "attention":
+        drafting = drafting | {"kvspec_target_attention": "deterministic"}
+    with batch_invariant_operators() if what == "operators" else nullcontext():
+        with engine(**drafting | DRAFTING_OFF) as server:
+            off = answers(f"deterministic {what}, drafting off", server, prompts, new_tokens)
+        with engine(**drafting) as server:
+            on = answers(f"deterministic {what}", server, prompts, new_tokens)
+    return compare(f"identity.gpu.deterministic_{what}.mismatches_vs_draft_off", on, off)
 
 
 @contextmanager
@@ -192,22 +227,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--control", action="store_true", help="compare plain SGLang with itself, too"
     )
-    parser.add_argument("--isolate", action="store_true", help="find what makes answers differ")
+    parser.add_argument(
+        "--isolate",
+        choices=("nothing", "attention", "operators"),
+        help="compare drafting with drafting off only, with this alone deterministic",
+    )
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--commit", default="", help="commit to record (default: what git reports)")
     parser.add_argument(
         "--out",
         type=Path,
-        help="result file (default: benchmarks/results/identity[_deterministic]_h200.json)",
+        help="result file (default: benchmarks/results/identity[_deterministic]_h200.json, with "
+        "--isolate identity_isolated_NAME.json)",
     )
     args = parser.parse_args()
     if args.isolate and "exact" not in args.targets:
         parser.error("--isolate needs the target exact")
-    if args.isolate and args.deterministic:
-        parser.error("--isolate makes no sense with --deterministic: then no answer differs")
+    if args.isolate and (args.deterministic or args.control):
+        parser.error("--isolate makes no sense with --deterministic or --control")
     if args.out is None:
-        kind = "identity_deterministic" if args.deterministic else "identity"
-        args.out = ROOT / "benchmarks" / "results" / f"{kind}_h200.json"
+        kind = "identity_deterministic_h200" if args.deterministic else "identity_h200"
+        if args.isolate:
+            kind = f"identity_isolated_{args.isolate}"
+        args.out = ROOT / "benchmarks" / "results" / f"{kind}.json"
     return args
 
 
