@@ -164,8 +164,10 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         plan = make(host_bytes=host_bytes, min_cache_pages=min_cache_pages)
         if self._kvc.device != "cpu" and plan.host_pages:
             unhosted = make(host_bytes=0)
-            if plan.cache_pages == plan.num_pages or unhosted.num_pages > plan.num_pages:
-                # The store is of no use: the cache holds all residuals, or more pages fit without.
+            holds_all = plan.cache_pages == plan.num_pages
+            if holds_all or unhosted.num_pages > plan.num_pages:
+                reason = "GPU memory holds all residuals" if holds_all else "more fits without it"
+                logger.warning("--kvspec-host-gb %g is not used: %s", config.host_gb, reason)
                 plan = unhosted
         _plans[id(self._kvc)] = plan
         return MemoryPoolConfig(max_total_num_tokens=plan.num_pages * geometry.page_size)
