@@ -14,6 +14,7 @@ from live_server import LiveServer
 from serving.environment import server_environment
 
 from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
+from kvspec_testkit.servers.server_pair import ServerPair
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 from kvspec_testkit.transport.proxy import Proxy
 
@@ -45,12 +46,25 @@ COMMON = (
 )
 # A tenth of the pages, beside the first and the newest ones, which drafts always read.
 PAGES = ("--kvspec-draft-view=pages", "--kvspec-draft-budget=0.1")
+# Otherwise the server may find that drafts of a small model do not pay.
+ALWAYS_DRAFTS = "--kvspec-draft-len=12"
+# More than the residuals of any large pool. A store takes what the pool needs.
+HOSTED = "--kvspec-host-gb=8"
 INT8 = "--kvspec-target=int8"
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
 # SGLang retracts a request at every fifth step of several requests.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+# Ranks would refuse GPUs of which one holds other servers.
+SHARED_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 HOST = "--kvspec-prefix-host-gb=1"
 WAIT = "--kvspec-prefix-wait-ms=20000"
+# Prefill and decode server by name: flags of both.
+PAIRS = {
+    "pair": ("--kvspec-host-gb=0",),
+    "hosted pair": (HOSTED, *PAGES),
+}
+# So slow a link that residuals arrive after several drafts.
+LINK_GBPS = {True: 0.03, False: 0.006}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +118,11 @@ class Fleet:
         self.scratch = scratch
         self.logs = logs
         self.platform = platform
-        self.environment = server_environment(scratch, None)
+        self.environment = server_environment(scratch, None) | SHARED_GPUS
         self._servers: dict[str, LiveServer] = {}
+        self._pairs: dict[str, ServerPair] = {}
+        # Names of the servers that are healthy.
+        self._healthy: set[str] = set()
         self._stack = ExitStack()
         self._specs: dict[str, Spec] = {}
 
@@ -127,33 +144,55 @@ class Fleet:
         self.start(name)
         return self._servers[name]
 
+    def pair(self, name: str) -> ServerPair:
+        """Return a pair of PAIRS, both servers healthy."""
+        self.start(name)
+        return self._pairs[name]
+
     def start(self, *names: str) -> None:
-        """Start all of these servers that do not run yet, at once, and wait until all are
+        """Start all of these servers and pairs that do not run yet, at once, and wait until all are
         healthy."""
         begin = time.monotonic()
-        new = [name for name in dict.fromkeys(names) if name not in self._servers]
-        starting = {name: self._stack.enter_context(self._make(name)) for name in new}
-        for name, server in starting.items():
-            server.wait_healthy(START_TIMEOUT_S)
-            self._servers[name] = server
+        self.launch(*names)
+        new = [name for name in names if name not in self._healthy]
+        for name in new:
+            (self._pairs.get(name) or self._servers[name]).wait_healthy(START_TIMEOUT_S)
+            self._healthy.add(name)
         if new:
             print(f"healthy after {time.monotonic() - begin:.0f} s: {', '.join(new)}")
 
+    def launch(self, *names: str) -> None:
+        """Start all of these servers and pairs that do not run yet, at once, and do not wait."""
+        for name in names:
+            if name in self._servers or name in self._pairs:
+                continue
+            if name in PAIRS:
+                self._pairs[name] = self._stack.enter_context(self._make_pair(name))
+            else:
+                self._servers[name] = self._stack.enter_context(self._make(name))
+
     def stop(self, name: str) -> None:
+        self._healthy.discard(name)
         self._servers.pop(name).stop()
 
     def _make(self, name: str) -> LiveServer:
         spec = self._specs[name]
-        arguments = [
-            *self.platform.arguments,
-            f"--max-total-tokens={spec.pool_tokens or self.room.large}",
-            *spec.arguments,
-        ]
         return LiveServer(
-            arguments,
+            self._arguments(spec.pool_tokens or self.room.large, spec.arguments),
             log_path=self.logs / f"{name}.log",
             environment={**self.environment, **spec.environment},
         )
+
+    def _make_pair(self, name: str) -> ServerPair:
+        return ServerPair(
+            self._arguments(self.room.large, PAIRS[name]),
+            log_folder=self.logs / name,
+            prefill=(f"--kvspec-link-gbps={LINK_GBPS[self.platform.on_gpu]}",),
+            environment=self.environment,
+        )
+
+    def _arguments(self, pool_tokens: int, own: tuple[str, ...]) -> list[str]:
+        return [*self.platform.arguments, f"--max-total-tokens={pool_tokens}", *own]
 
     def _all_specs(self, prefix_server: str) -> dict[str, Spec]:
         faults = {"PYTHONPATH": f"{FAULTS}:{self.environment['PYTHONPATH']}"}
@@ -169,19 +208,17 @@ class Fleet:
             "exact": Spec(),
             "pages": Spec((*PAGES, f"--max-running-requests={MANY_RUNNING}")),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
-            "small chunks": Spec(("--chunked-prefill-size=256", *PAGES)),
+            "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
             "crowded": Spec(PAGES, 2 * small, RETRACT),
-            "hosted": Spec(("--kvspec-host-gb=1", *PAGES), environment=small_cache),
+            "hosted": Spec((HOSTED, ALWAYS_DRAFTS, *PAGES), environment=small_cache),
             "broken": Spec(PAGES, environment={**faults, "KVSPEC_FAULT_FILE": str(self._broken())}),
             "tiers": Spec((*tiers, *PAGES), small),
             "fresh disk": Spec((disk, *PAGES)),
             "fresh remote": Spec((*shared, *PAGES)),
-            "fresh host": Spec((HOST, "--kvspec-host-gb=1"), small, small_cache),
+            "fresh host": Spec((HOST, HOSTED), small, small_cache),
             "early": Spec((*slow, *PAGES)),
             "kept": Spec((*KEPT, self._own_disk("kept"), *PAGES), small),
-            "kept hosted": Spec(
-                (*KEPT, "--kvspec-host-gb=1", self._own_disk("hosted")), small, small_cache
-            ),
+            "kept hosted": Spec((*KEPT, HOSTED, self._own_disk("hosted")), small, small_cache),
             "int8 off": Spec((INT8, "--kvspec-draft-len=0")),
             "int8": Spec((INT8, *PAGES)),
             "int8 small chunks": Spec((INT8, "--chunked-prefill-size=256", *PAGES)),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import requests
-from fleet import PAGES, START_TIMEOUT_S, Fleet
+from fleet import PAIRS, Fleet
 from live_server import Answers
 from serving.live_server import kvspec_of
 from ttkt.disaggregated_requests import TIMEOUT_S, ask
@@ -17,31 +16,16 @@ from ttkt.disaggregated_requests import TIMEOUT_S, ask
 from kvspec_testkit.servers.server_pair import ServerPair
 from kvspec_testkit.servers.transfer_report import read_transfer_report
 
-# So slow a link that residuals arrive after several drafts.
-LINK_GBPS = {"gpu": 0.03, "cpu": 0.006}
 AT_ONCE = 8
 # A decode server frees a request a moment after its last token.
 SETTLE_TIMEOUT_S, POLL_S = 20.0, 0.2
-VIEWS = {"all pages": ("--kvspec-host-gb=0",), "pages, hosted": (*PAGES, "--kvspec-host-gb=1")}
+
+pytestmark = pytest.mark.servers(*PAIRS)
 
 
-@pytest.fixture(scope="module", params=VIEWS)
-def pair(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[ServerPair]:
-    gbps = LINK_GBPS["gpu" if fleet.platform.on_gpu else "cpu"]
-    arguments = (
-        *fleet.platform.arguments,
-        f"--max-total-tokens={fleet.room.large}",
-        *VIEWS[request.param],
-    )
-    running = ServerPair(
-        arguments,
-        log_folder=fleet.logs / f"pair, {request.param}",
-        prefill=(f"--kvspec-link-gbps={gbps}",),
-        environment=fleet.environment,
-    )
-    with running:
-        running.wait_healthy(START_TIMEOUT_S)
-        yield running
+@pytest.fixture(params=PAIRS)
+def pair(request: pytest.FixtureRequest, fleet: Fleet) -> ServerPair:
+    return fleet.pair(request.param)
 
 
 @pytest.mark.parametrize("at_once", [1, AT_ONCE])

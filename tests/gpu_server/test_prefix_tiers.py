@@ -38,16 +38,16 @@ def test_prefixes_come_back_from_host_memory(
 
 @pytest.fixture(scope="module")
 def fresh(fleet: Fleet, filled: LiveServer) -> Fleet:
-    """The fleet, with servers that find what `filled` has left on disk and on the prefix server. A
-    folder on disk has one writer, so `filled` stops."""
+    """The fleet, after `filled` has left prefixes on disk and on the prefix server. Then it stops,
+    because a folder on disk has one writer."""
     fleet.stop("tiers")
     if fleet.platform.on_gpu:
-        # A CPU's memory has no room for all of them; there each starts when a test needs it.
-        fleet.start("fresh disk", "fresh remote", "fresh host", "early", "kept", "kept hosted")
+        fleet.launch("fresh disk")
     return fleet
 
 
-@pytest.mark.parametrize("tier", ["disk", "remote", "host"])
+@pytest.mark.servers("fresh remote", "fresh host")
+@pytest.mark.parametrize("tier", ["remote", "host", "disk"])
 def test_a_fresh_server_finds_prefixes(
     fresh: Fleet, tier: str, prompts: list[list[int]], new_tokens: int, expected: Answers
 ) -> None:
@@ -65,6 +65,7 @@ def test_the_small_cache_was_in_use(fresh: Fleet) -> None:
     assert pools["residual_cache_pages"] == fresh.room.cache_pages
 
 
+@pytest.mark.servers("early")
 @pytest.mark.parametrize("at_once", [False, True], ids=["one at a time", "at once"])
 def test_requests_start_on_anchors(
     fresh: Fleet, at_once: bool, prompts: list[list[int]], new_tokens: int, expected: Answers
@@ -80,6 +81,7 @@ def test_requests_start_on_anchors(
         assert now[counter] > before[counter], counter
 
 
+@pytest.mark.servers("kept", "kept hosted")
 @pytest.mark.parametrize("name", ["kept", "kept hosted"])
 def test_kept_anchors_need_only_residuals(
     fresh: Fleet, name: str, prompts: list[list[int]], new_tokens: int, expected: Answers

@@ -74,6 +74,7 @@ def test_over_cached_prefixes(
     assert server.hits["resident"] > before
 
 
+@pytest.mark.servers("ranks tiers")
 def test_tiers_of_ranks_that_drift(
     fleet: Fleet, prompts: list[list[int]], new_tokens: int, expected_of_ranks: Answers
 ) -> None:
