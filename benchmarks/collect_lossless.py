@@ -7,7 +7,7 @@
 
 Each part was written by its own script: bench_serving.py, bench_deterministic.py,
 bench_gpu_identity.py and bench_seeded.py, or with --gpu-report by tests/gpu_server. Paths are
-relative to benchmarks/results. Answers of several parts are counted together.
+relative to benchmarks/results. Answers and tests of several parts are counted together.
 `settings.parts` says where, when and at which commit each part was measured. A ratio of servers is
 that of the medians of their measurements, which `settings.rates` has in order. It comes from the
 first part that has both servers, since other parts ran on other machines.
@@ -40,6 +40,7 @@ AGAINST = {
 # Figures of kernels that are collected.
 KERNELS = (".share_of_copy", ".rows_that_differ", ".vs_torch", ".vs_sglang", ".vs_deepgemm")
 IDENTITY = "identity.gpu.deterministic."
+FAST = "identity.gpu."
 
 # Decode rates in tokens a second, by point and system, in the order of their measurements.
 Rates = dict[str, dict[str, list[float]]]
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--serving", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--kernels", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--identity", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--isolated", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--seeded", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--answers", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--tests", nargs="*", default=[], metavar="FILE")
@@ -73,15 +75,18 @@ def main() -> None:
         first = measured[0]
         parts[name] = {"commit": first.commit, "date": first.date, "machine": first.machine}
         rates[name] = rates_of(measured)
-        add(serving_figures(rates[name]))
+        add(ratios(rates[name], "decode tokens/s"))
+        add(ratios(prefill_rates_of(measured), "output tokens/s", ".with_prefill"))
+        add(decode_figures(rates[name]))
         add(start_figures(measured))
     for name in args.identity:
         add(figure_of(row, row["name"].replace(IDENTITY, "lossless.exact.")) for row in part(name))
+    for name in args.isolated:
+        add(figure_of(row, row["name"].replace(FAST, "lossless.fast.")) for row in part(name))
     for name in args.seeded:
         add(Figure(**row) for row in part(name))
-    add(summed([row for name in args.answers for row in part(name)]))
-    for name in args.tests:
-        add(Figure(**row) for row in part(name) if row["name"].startswith("gpu_tests."))
+    add(summed([row for name in args.answers for row in part(name)], "lossless."))
+    add(summed([row for name in args.tests for row in part(name)], "gpu_tests."))
     for name in args.kernels:
         rows = [row for row in part(name) if row["name"].endswith(KERNELS)]
         add(figure_of(row, f"lossless.{row['name']}") for row in rows)
@@ -100,8 +105,19 @@ def rates_of(measured: Iterable[Record]) -> Rates:
     return rates
 
 
-def serving_figures(rates: Rates) -> list[Figure]:
-    """Return ratios to other systems, as lossless.vs_plain.32k, and the rates of a part."""
+def prefill_rates_of(measured: Iterable[Record]) -> Rates:
+    """Return the output tokens a second of passes with prefill, where there were any."""
+    rates: Rates = {}
+    for record in measured:
+        if record.end_to_end is not None:
+            place = label(record.model, record.context_len, record.concurrency)
+            of_system = rates.setdefault(place, {}).setdefault(record.system, [])
+            of_system.append(record.end_to_end.output_tokens_per_s)
+    return rates
+
+
+def ratios(rates: Rates, kind: str, suffix: str = "") -> list[Figure]:
+    """Return ratios to other systems, as lossless.vs_plain.32k. kind: what rates they are."""
     figures = []
     for place, systems in rates.items():
         context = place.split(".")[1]
@@ -110,35 +126,52 @@ def serving_figures(rates: Rates) -> list[Figure]:
                 ours, base = systems[system], systems[other]
                 ratio = median(ours) / median(base)
                 spread = ratio * (_spread(ours) / median(ours) + _spread(base) / median(base))
-                unit = f"x {other}, decode tokens/s, medians of {len(ours)} and {len(base)}"
-                figures.append(
-                    Figure(f"lossless.{name}.{context}", ratio, unit, spread, median(base))
-                )
-        for system, values in systems.items():
-            name = f"lossless.{place}.{system}.decode.tokens_per_s"
-            figures.append(Figure(name, median(values), "tokens/s", _spread(values)))
+                unit = f"x {other}, {kind}, medians of {len(ours)} and {len(base)}"
+                name = f"lossless.{name}.{context}{suffix}"
+                figures.append(Figure(name, ratio, unit, spread, median(base)))
     return figures
 
 
-def summed(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
-    """Return the sums of the figures of answers by name."""
+def decode_figures(rates: Rates) -> list[Figure]:
+    """Return the decode rates of a part."""
+    return [
+        Figure(
+            f"lossless.{place}.{system}.decode.tokens_per_s",
+            median(values),
+            "tokens/s",
+            _spread(values),
+        )
+        for place, systems in rates.items()
+        for system, values in systems.items()
+    ]
+
+
+def summed(rows: Iterable[Mapping[str, Any]], prefix: str) -> list[Figure]:
+    """Return the sums of the figures whose names begin with `prefix`, by name."""
     sums: dict[str, Figure] = {}
     for row in rows:
         name = row["name"]
-        if name.startswith("lossless."):
+        if name.startswith(prefix):
             value = row["value"] + (sums[name].value if name in sums else 0)
             sums[name] = Figure(name, value, row["unit"], None, row["baseline"])
     return list(sums.values())
 
 
 def start_figures(measured: Iterable[Record]) -> list[Figure]:
-    """Return how much longer the deterministic server took from launch to healthy. It was the first
-    to start, so that it read from a cold disk."""
+    """Return how much longer deterministic servers took from launch to healthy, as the mean over
+    targets. A machine's first server reads from a cold disk, so parts that begin with another
+    system for each target are fairer."""
     seconds = {record.system: record.start_s for record in measured}
-    if not {OURS, "exact"} <= seconds.keys():
+    extra = [
+        seconds[system] - seconds[other]
+        for (system, other), name in AGAINST.items()
+        if name.startswith("vs_fast") and {system, other} <= seconds.keys()
+    ]
+    if not extra:
         return []
-    ours, base = seconds[OURS], seconds["exact"]
-    return [Figure("lossless.start.extra_seconds", round(ours - base, 1), "s", None, base)]
+    unit = f"s, mean of {len(extra)} targets"
+    value = round(sum(extra) / len(extra), 1)
+    return [Figure("lossless.start.extra_seconds", value, unit, _spread(extra))]
 
 
 def _spread(values: list[float]) -> float:

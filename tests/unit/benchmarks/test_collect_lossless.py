@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields, replace
 
 import collect_lossless
-from serving.records import DecodeRate, Record, append
+from serving.records import DecodeRate, Pass, Record, append
 
 
 def record(system, rate, context=32768, start_s=60.0):
@@ -79,8 +80,25 @@ def test_answers_of_all_models_are_counted_together(monkeypatch, tmp_path):
     assert figures["lossless.int8.answers"]["value"] == 1100
     assert figures["lossless.int8.mismatches"]["value"] == 2
     assert "gpu_tests.passed" not in figures
-    _, figures = collect(monkeypatch, tmp_path, "--tests", "one.json")
-    assert list(figures) == ["gpu_tests.passed"]
+    _, figures = collect(monkeypatch, tmp_path, "--tests", "one.json", "two.json")
+    assert {name: figure["value"] for name, figure in figures.items()} == {"gpu_tests.passed": 14}
+
+
+def test_starts_of_both_targets_are_averaged(monkeypatch, tmp_path):
+    starts = {"exact-deterministic": 70, "exact": 60, "int8": 72, "int8-deterministic": 66}
+    for system, start_s in starts.items():
+        append(tmp_path / "one.jsonl", record(system, 1.0, start_s=start_s))
+    _, figures = collect(monkeypatch, tmp_path, "--serving", "one.jsonl")
+    assert figures["lossless.start.extra_seconds"]["value"] == 2.0
+    assert figures["lossless.start.extra_seconds"]["spread"] == 8.0
+
+
+def test_prefill_is_compared_where_it_was_measured(monkeypatch, tmp_path):
+    for system, rate in (("int8-deterministic", 80.0), ("int8", 100.0)):
+        pass_with_prefill = Pass(rate, *[0.0] * (len(fields(Pass)) - 1))
+        append(tmp_path / "one.jsonl", replace(record(system, rate), end_to_end=pass_with_prefill))
+    _, figures = collect(monkeypatch, tmp_path, "--serving", "one.jsonl")
+    assert figures["lossless.vs_fast.int8.32k.with_prefill"]["value"] == 0.8
 
 
 def test_both_targets_are_compared_with_their_fast_arithmetic(monkeypatch, tmp_path):
