@@ -1,12 +1,14 @@
 """Collect the figures of drafts that read a share of the pages into sparse.json.
 
     python benchmarks/collect_sparse.py --views eval31m_32k=views_eval31m_32k.json \\
-        --serving sparse_serving.json --kernels page_selection.json --identity identity_pages.json
+        --serving sparse_serving.json smollm2_serving.json --kernels page_selection.json \\
+        --identity identity_pages.json --answers lossless_smollm2_exact.json
 
 Each part was written by its own script: bench_views.py, bench_serving.py, bench_page_selection.py,
-and an identity run. Paths are relative to benchmarks/results. A figure keeps the spread and the
-baseline of its part, and `settings.parts` says where, when and at which commit each part was
-measured. --commit-of gives the commit of a part that was measured on a machine without git.
+an identity run, or with --gpu-report by tests/gpu_server. Paths are relative to benchmarks/results.
+A figure keeps the spread and the baseline of its part, and `settings.parts` says where, when and at
+which commit each part was measured. --commit-of gives the commit of a part that was measured on a
+machine without git.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--serving", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--identity", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--answers", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--commit-of", nargs="*", default=[], metavar="FILE=COMMIT")
     parser.add_argument("--out", type=Path, default=RESULTS / "sparse.json")
     args = parser.parse_args()
@@ -61,6 +64,9 @@ def main() -> None:
         figures += serving_figures(part(name)["figures"])
     for name in args.identity:
         figures += renamed(part(name)["figures"], ("identity.",))
+    for name in args.answers:
+        result = part(name)
+        figures += answers_figures(result["settings"]["model"], result["figures"])
     figures += share_of_round({figure.name: figure.value for figure in figures})
     write_json(args.out, "sparse", torch.device("cpu"), {"parts": parts}, figures)
 
@@ -94,6 +100,15 @@ def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
         elif row["name"].endswith((*RATES, VS_ALL)):
             figures.append(figure_of(row, f"sparse.{place}"))
     return figures
+
+
+def answers_figures(model: str, rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
+    """Return the answers of a model on a GPU that were compared with drafting off."""
+    names = {
+        f"lossless.exact.{what}": f"sparse.identity.gpu.{model}.{what}"
+        for what in ("answers", "mismatches")
+    }
+    return [figure_of(row, names[row["name"]]) for row in rows if row["name"] in names]
 
 
 def share_of_round(values: Mapping[str, float]) -> list[Figure]:

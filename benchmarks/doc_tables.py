@@ -138,6 +138,11 @@ SPARSE_TITLES = {
         "8B, 64 x 4K, `exact`: tokens/s against drafts that read all pages",
         "0.98 or more",
     ),
+    "sparse.smollm2-135m.8k.bs1.exact": (
+        "SmolLM2-135M, one request of 8K, `exact`, H100: tokens/s against plain SGLang in bf16",
+        "",
+    ),
+    "sparse.smollm2-135m.8k.bs32.exact": ("the same, 32 requests", ""),
     "sparse.identity.mismatches": (
         "answers of 484 that differ from plain SGLang beyond a tie, fp32, CPU",
         "0",
@@ -147,11 +152,18 @@ SPARSE_TITLES = {
         "answers of 200 that differ from drafting off, eval-31m, deterministic",
         "0",
     ),
+    "sparse.identity.gpu.smollm2-135m.mismatches": (
+        "answers of 1,038 of SmolLM2-135M that differ from drafting off, H100",
+        "0",
+    ),
+    "sparse.identity.gpu.eval-31m.mismatches": ("the same, eval-31m", "0"),
 }
 
 LOSSLESS_TITLES = {
     "lossless.vs_fast.exact.32k": ("tokens/s against `exact` without the flag, 16 x 32K", "0.9"),
-    "lossless.vs_fast.exact.8k": ("the same, 16 x 8K", "0.9"),
+    "lossless.vs_fast.exact.8k": ("the same, 16 x 8K, H100", "0.9"),
+    "lossless.vs_fast.exact.8k.with_prefill": ("the same, prefill included", ""),
+    "lossless.vs_fast.int8.32k": ("the same, `int8`, 16 x 32K, H100", "0.9"),
     "lossless.vs_plain.32k": (
         "tokens/s against plain SGLang in bf16 without the flag, 16 x 32K",
         "1.45",
@@ -162,10 +174,21 @@ LOSSLESS_TITLES = {
         "2.5",
     ),
     "lossless.start.extra_seconds": ("seconds that a start takes longer than without", "5 or less"),
-    "lossless.exact.mismatches_vs_draft_off": ("answers of 200 that differ from drafting off", "0"),
+    "lossless.exact.answers": ("`exact` answers of 512 tokens, two models, H100", "1,000 or more"),
+    "lossless.exact.mismatches": ("those that differ from drafting off", "0"),
+    "lossless.int8.answers": ("the same, `int8`", "1,000 or more"),
+    "lossless.int8.mismatches": ("those that differ from drafting off", "0"),
+    "lossless.exact.mismatches_vs_draft_off": (
+        "answers of 200 that differ from drafting off, eval-31m",
+        "0",
+    ),
     "lossless.exact.mismatches_vs_draft_off.without_logprobs": (
         "the same, asked without log-probabilities",
         "0",
+    ),
+    "lossless.fast.deterministic_attention.mismatches_vs_draft_off": (
+        "answers of 200 that differ if only attention is deterministic, H100",
+        "",
     ),
     "lossless.seeded.mismatches": ("seeded answers of 325 that differ, on a CPU", "0"),
     "lossless.attention.16x32768.13_queries.share_of_copy": (
