@@ -13,6 +13,7 @@ from sglang_kvspec.adapters.arrivals import ServerArrivals
 from sglang_kvspec.adapters.corrupt_pages import CorruptPageGuard
 from sglang_kvspec.adapters.cuda_graph_drafter import PLAIN_STEPS, CudaGraphDrafter
 from sglang_kvspec.adapters.draft_view import make_budgets, make_scorer, make_view
+from sglang_kvspec.adapters.draft_weights import DraftForward, DraftWeights, make_draft_weights
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.page_table import PageTable
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
@@ -57,7 +58,8 @@ CPU_STREAM_ROUND_S = 0.35
 @dataclass(slots=True)
 class WorkerParts:
     """Parts that prefills and rounds of one rank share. disaggregation: None unless the server is a
-    prefill or a decode server. view: pages that drafts read, None for all."""
+    prefill or a decode server. view: pages that drafts read, None for all. draft_weights: copies of
+    the model's weights for drafts, None where these use the model's own."""
 
     config: KVSpecConfig
     server_args: Any
@@ -75,6 +77,7 @@ class WorkerParts:
     disaggregation: DisaggregationRole | None
     arrivals: ServerArrivals
     view: DraftView | None
+    draft_weights: DraftWeights | None
 
 
 class Captured(NamedTuple):
@@ -120,6 +123,7 @@ def share_parts(
         disaggregation=disaggregation,
         arrivals=ServerArrivals(pool, None if disaggregation is None else disaggregation.decoding),
         view=make_view(config, runner.model_config, kv, ranks),
+        draft_weights=make_draft_weights(config, server_args, runner),
     )
 
 
@@ -145,7 +149,9 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
     own: EagerDrafter | CudaGraphDrafter
     if captured is None:
         page_size = kv.geometry.page_size
-        own = EagerDrafter(parts.forward, parts.sampler, ranks, page_size, parts.view)
+        weights = parts.draft_weights
+        forward = parts.forward if weights is None else DraftForward(parts.forward, weights)
+        own = EagerDrafter(forward, parts.sampler, ranks, page_size, parts.view)
     else:
         own = captured.drafter
     starter = RoundStarter(

@@ -6,17 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_kvspec.adapters.compat.forward import (
-    CaptureHiddenMode,
-    DpPaddingMode,
-    ForwardBatch,
-    ForwardContext,
-    ForwardMode,
-    forward_context,
-    set_dp_buffer_len,
-    set_is_extend_in_batch,
-)
+from sglang_kvspec.adapters.compat.forward import ForwardBatch, ForwardContext, forward_context
 from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
+from sglang_kvspec.adapters.decode_batch import decode_batch, run_model
 
 
 class StaticRows(Protocol):
@@ -56,16 +48,13 @@ class ForwardCapture:
     ) -> torch.cuda.CUDAGraph:
         """Capture the forward of the first num_tokens tokens of `rows`, with the attention that was
         begun. Its logits go to the first rows of self.logits."""
-        runner, batch = self._runner, self._forward_batch(rows, num_tokens)
-        model = runner.model
+        runner = self._runner
+        batch = decode_batch(runner, rows.input_ids[:num_tokens], rows.positions[:num_tokens])
         self._kept.append(batch)
 
         def step() -> torch.Tensor:
-            set_dp_buffer_len(None, num_tokens, batch.dp_padding_mode.is_max_len(), None)
-            set_is_extend_in_batch(False)
             rows.begin_step(num_tokens)
-            output = model.forward(batch.input_ids, batch.positions, batch)
-            logits: torch.Tensor = output.next_token_logits
+            logits = run_model(runner, batch)
             rows.end_step(logits)
             return logits
 
@@ -84,23 +73,3 @@ class ForwardCapture:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 self.logits[:num_tokens].copy_(step())
         return graph
-
-    def _forward_batch(self, rows: StaticRows, num_tokens: int) -> ForwardBatch:
-        """Return a decode batch with what models read. The attention backend knows the KV slots."""
-        ones = torch.ones(num_tokens, dtype=torch.int64, device=rows.device)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=num_tokens,
-            input_ids=rows.input_ids[:num_tokens],
-            req_pool_indices=torch.zeros_like(ones),
-            seq_lens=ones,
-            seq_lens_cpu=ones.cpu(),
-            out_cache_loc=torch.zeros_like(ones),
-            seq_lens_sum=num_tokens,
-            orig_seq_lens=ones,
-            positions=rows.positions[:num_tokens],
-            spec_algorithm=self._runner.spec_algorithm,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            dp_padding_mode=DpPaddingMode.get_default_mode_in_cuda_graph(),
-            global_forward_mode=ForwardMode.DECODE,
-        )

@@ -15,6 +15,7 @@ from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
 from sglang_kvspec.adapters.compat.runtime_context import get_serving
 from sglang_kvspec.adapters.compat.spec_worker import BaseSpecWorker
 from sglang_kvspec.adapters.draft_view import view_of
+from sglang_kvspec.adapters.draft_weights import draft_weights_report
 from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.prefill import Prefill
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
@@ -205,6 +206,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             "resolved": resolved,
             "ranks": self.ranks.size,
             "pressure": pool.pressure.report(),
+            "draft_weights": draft_weights_report(parts.draft_weights),
             **self.loop.report(),
             **prefixes,
         }
@@ -216,6 +218,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             self.parts.pool.prefix_tiers.weights_will_change()
         if self.parts.disaggregation is not None:
             self.parts.disaggregation.weights_will_change()
+        if self.parts.draft_weights is not None:
+            self.parts.draft_weights.weights_will_change()
         self.loop.overlap.cancel()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:

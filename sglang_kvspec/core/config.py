@@ -21,6 +21,7 @@ from sglang_kvspec.core.flags import (
     Arithmetic,
     Stream,
     Target,
+    Weights,
 )
 from sglang_kvspec.core.network_flags import (
     DEFAULT_PREFIX_WAIT_MS,
@@ -77,6 +78,7 @@ class KVSpecConfig:
     residual_hbm_fraction: float = DEFAULTS["residual_hbm_fraction"]
     schedule: str = DEFAULTS["schedule"]
     drafter: str = DEFAULTS["drafter"]
+    draft_weights: Weights = DEFAULTS["draft_weights"]
     draft_view: str = DEFAULTS["draft_view"]
     draft_budget: float | Literal["auto"] = DEFAULTS["draft_budget"]
     stream: Stream = DEFAULTS["stream"]

@@ -19,11 +19,14 @@ from sglang_kvspec.core.flag_needs import (
     ServerNeed,
     any_of,
     can_verify,
+    drafts_at_all,
+    drafts_by_itself,
     drafts_in_rounds,
     fits_host,
     fits_prefix_host,
     has_default_pages,
     is_not_contradicted,
+    never_on_a_gpu,
     prefills_one_request,
     reads_all_pages,
     reads_some_pages,
@@ -40,6 +43,7 @@ from sglang_kvspec.core.seams import (
 Target = Literal["exact", "int8"]
 Arithmetic = Literal["fast", "deterministic"]
 Stream = Literal["paced", "burst"]
+Weights = Literal["target", "int4"]
 
 AUTO_DRAFT_LEN = "auto"
 AUTO_SCHEDULE = "auto"
@@ -189,6 +193,33 @@ FLAGS: tuple[Flag, ...] = (
                 reads_all_pages,
                 "{flag} {value} cannot be combined with --kvspec-draft-view {config.draft_view} "
                 "(allowed: auto, all): a draft view applies to drafts of the model itself only",
+            ),
+        ),
+    ),
+    Flag(
+        "draft_weights",
+        choice_of(Weights),
+        default="target",
+        help="weights that the model's own drafts multiply with: the model's (`target`), or "
+        "copies of its linear layers in 4 bits (`int4`), made at the start, 4.5 bits a weight",
+        note="`int4` needs a CPU server so far",
+        needs=(
+            Need(
+                drafts_by_itself,
+                "{flag} {value} has no effect with --kvspec-drafter {config.drafter} (allowed: "
+                "self)",
+            ),
+            Need(
+                drafts_at_all,
+                "{flag} {value} has no effect with --kvspec-draft-len 0 (allowed: auto, 1 or more)",
+            ),
+        ),
+        server_needs=(
+            ServerNeed(
+                never_on_a_gpu,
+                "{flag} {value} cannot be used on a GPU yet (allowed: target): products with 4-bit "
+                "weights have no kernel",
+                only_on_gpu=True,
             ),
         ),
     ),

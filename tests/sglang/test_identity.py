@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import requests
 from harness import scenarios
 from harness.comparison import compare
 from harness.identity_report import IdentityReport, ScenarioResult
@@ -33,6 +34,7 @@ UNIFORM4, LOG4 = Setting("exact", "uniform4"), Setting("exact", "log4")
 UNIFORM4_INT8 = Setting("int8", "uniform4")
 UNIFORM4_ROUNDS = Setting("exact", "uniform4", "rounds")
 PAGES_ROUNDS = Setting("exact", "uniform4", "rounds", "pages")
+INT4_ROUNDS = Setting("exact", "uniform4", "rounds", weights="int4")
 # Settings of the full matrix, by target. The first of each target is the default of a server.
 FULL_EXACT = (
     UNIFORM4_ROUNDS,
@@ -160,6 +162,29 @@ def test_exact(assert_identical: Check, scenario: Scenario) -> None:
 @pytest.mark.parametrize("scenario", SAMPLE_SCENARIOS, ids=lambda s: s.name)
 def test_exact_on_pages_of_the_largest_mass(assert_identical: Check, scenario: Scenario) -> None:
     assert_identical(SAMPLE, PAGES_ROUNDS, scenario)
+
+
+@pytest.mark.parametrize("scenario", SAMPLE_SCENARIOS, ids=lambda s: s.name)
+def test_exact_with_draft_weights_of_four_bits(assert_identical: Check, scenario: Scenario) -> None:
+    assert_identical(SAMPLE, INT4_ROUNDS, scenario)
+
+
+def test_draft_weights_follow_new_weights(servers: ServerSwitch) -> None:
+    """Load the same weights again, so that the answer must not change."""
+    client = servers.use(SAMPLE_SCENARIOS[0].server(INT4_ROUNDS.server(DEMO_MODEL)))
+    prompt = SAMPLE.tasks[0].input_ids
+    before = client.generate(prompt, 40)
+    made = client.kvspec_report()["draft_weights"]["made"]
+    reply = requests.post(
+        f"{client.base_url}/update_weights_from_disk",
+        json={"model_path": str(DEMO_MODEL)},
+        timeout=60,
+    )
+    assert reply.json()["success"], reply.text
+    assert client.generate(prompt, 40).output_ids == before.output_ids
+    report = client.kvspec_report()["draft_weights"]
+    assert report["kind"] == "int4"
+    assert report["made"] == made + 1
 
 
 # The only server in CI with codec log4.

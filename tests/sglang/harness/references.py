@@ -46,17 +46,20 @@ class Setting:
     codec: str
     schedule: str = "staggered"
     view: str = "all"
+    weights: str = "target"
 
     def __str__(self) -> str:
         view = "" if self.view == "all" else f"-{self.view}"
-        return f"{self.target}-{self.codec}-{self.schedule}{view}"
+        weights = "" if self.weights == "target" else f"-{self.weights}"
+        return f"{self.target}-{self.codec}-{self.schedule}{view}{weights}"
 
     def server(self, model: Path, *more: str) -> ServerSpec:
         flags = ("--kvspec", f"--kvspec-target={self.target}", f"--kvspec-codec={self.codec}")
         cut = () if self.target == "exact" else (_WHOLE_PREFILLS,)
         schedule = f"--kvspec-schedule={self.schedule}"
         view = f"--kvspec-draft-view={self.view}"
-        return ServerSpec(model, (_POOL, *cut, *flags, schedule, view, *more))
+        weights = f"--kvspec-draft-weights={self.weights}"
+        return ServerSpec(model, (_POOL, *cut, *flags, schedule, view, weights, *more))
 
 
 class Reference(Protocol):

@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "residual_hbm_fraction": ("0.5", 0.5, ""),
     "schedule": ("rounds", "rounds", ""),
     "drafter": ("self", "self", ""),
+    "draft_weights": ("int4", "int4", ""),
     "draft_view": ("all", "all", ""),
     "draft_budget": ("0.2", 0.2, ""),
     "stream": ("burst", "burst", ""),

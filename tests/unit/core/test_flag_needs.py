@@ -48,6 +48,16 @@ LACKING: list[tuple[Options, str]] = [
         "(allowed: auto, all): a draft view applies to drafts of the model itself only",
     ),
     (
+        {"drafter": "output_lookup", "draft_weights": "int4"},
+        "--kvspec-draft-weights int4 has no effect with --kvspec-drafter output_lookup (allowed: "
+        "self)",
+    ),
+    (
+        {"draft_len": 0, "draft_weights": "int4"},
+        "--kvspec-draft-weights int4 has no effect with --kvspec-draft-len 0 (allowed: auto, 1 or "
+        "more)",
+    ),
+    (
         {"draft_view": "all", "draft_budget": 0.2},
         "--kvspec-draft-budget 0.2 has no effect with --kvspec-draft-view all (allowed: auto, "
         "pages, recent)",
@@ -98,6 +108,13 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         {"page_size": 128},
         True,
         "--page-size 128 cannot be combined with --kvspec-target int8 on a GPU (allowed: 64)",
+    ),
+    (
+        {"draft_weights": "int4"},
+        {},
+        True,
+        "--kvspec-draft-weights int4 cannot be used on a GPU yet (allowed: target): products with "
+        "4-bit weights have no kernel",
     ),
     (
         {"host_gb": 64.5},

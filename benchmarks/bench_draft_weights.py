@@ -1,0 +1,161 @@
+"""Measure how many drafts are accepted if the model drafts with weights in 4 bits.
+
+The target decodes greedily with its own weights. Then each kind of weights drafts over anchors
+behind what the target has emitted, in rounds that begin again behind the first rejection.
+
+usage: python benchmarks/bench_draft_weights.py [MODEL] [--length 4096] [--prompts 60] --out PATH
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from pathlib import Path
+
+import torch
+from acceptance import report
+from acceptance.drafting import target_run
+from acceptance.input_moments import InputMoments
+from acceptance.model import Llama
+from acceptance.prompts import BOS, TEXTS, cut_prompts
+from acceptance.report import Figure
+from acceptance.rounds import run_rounds
+from bench_views import draft_caches, make_view, mean_accepted
+from rich.console import Console
+from rich.progress import track
+
+from kvspec_kernels.reference import int4_weights
+from sglang_kvspec.adapters.self_calibration import NUM_TEXTS, SEED, TEXT_LEN
+
+ROOT = Path(__file__).resolve().parents[1]
+ENCODERS = {
+    "nearest": int4_weights.round_to_nearest,
+    "half_quadratic": int4_weights.half_quadratic,
+}
+# How weights are rounded. Compensated ones know inputs of code, or of text that the model writes.
+KINDS = ("target", "nearest", "half_quadratic", "compensated", "own_text")
+# Prompts of another seed, whose inputs compensated rounding sees.
+CALIBRATION_PROMPTS, CALIBRATION_LEN, CALIBRATION_SEED = 8, 1024, 1
+LINEAR = "proj.weight"
+
+
+def main() -> None:
+    args = parse_arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = Llama(args.model, device)
+    drafters, seconds = {}, {}
+    for kind in args.weights:
+        begin = time.perf_counter()
+        drafters[kind] = with_weights(model, kind, args)
+        seconds[kind] = time.perf_counter() - begin
+    prompts, sources = cut_prompts(args.model, args.prompts, args.length, args.seed, args.text)
+    found: dict[str, list] = {kind: [] for kind in drafters}
+    for batch in track(prompts.split(args.batch), "prompts"):
+        run = target_run(model, batch, args.new_tokens, prefill_batch=1)
+        for kind, drafter in drafters.items():
+            view, budget = make_view("all", model)
+            caches = draft_caches(model, run)
+            found[kind] += run_rounds(drafter, run, caches, view, budget, args.draft_len)
+    figures = []
+    accepted = {kind: mean_accepted(rounds) for kind, rounds in found.items()}
+    for kind, mean in accepted.items():
+        name = f"w4.accept.{kind}"
+        figures.append(Figure(f"{name}.mean", mean.mean, "drafts", mean.half_width))
+        if kind != "target":
+            ratio = mean.mean / accepted["target"].mean
+            figures.append(Figure(f"{name}.vs_target_weights", ratio, "x", None, 1.0))
+            figures.append(Figure(f"w4.round_seconds.{kind}", seconds[kind], "s"))
+    settings = {
+        "model": args.model.name,
+        "prompts": args.prompts,
+        "prompt_len": args.length,
+        "new_tokens": args.new_tokens,
+        "draft_len": args.draft_len,
+        "prompts_from": sources,
+        "seed": args.seed,
+        "group": int4_weights.GROUP,
+        "spread": "95% half width over requests",
+        "raw": {kind: [each.accepted for each in rounds] for kind, rounds in found.items()},
+    }
+    report.write_json(args.out, "draft_weights", device, settings, figures, commit=args.commit)
+    for figure in figures:
+        Console().print(f"{figure.name}: {figure.value:.4g}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default_model = ROOT.parent / "shared" / "models" / "eval-31m"
+    add = parser.add_argument
+    add("model", type=Path, nargs="?", default=default_model, help="folder of a model")
+    add("--prompts", type=int, default=60)
+    add("--length", type=int, default=4096, help="tokens per prompt, a multiple of 64")
+    add("--new-tokens", type=int, default=128, help="tokens that the target decodes")
+    add("--draft-len", type=int, default=16, help="drafts of each round")
+    add("--text", choices=TEXTS, default="code", help="text of the prompts")
+    add("--seed", type=int, default=0)
+    add("--batch", type=int, default=4, help="requests whose caches are in memory at once")
+    add("--weights", nargs="+", choices=KINDS, default=list(KINDS))
+    add("--commit", help="commit to record (default: what git reports)")
+    add("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if "target" not in args.weights:
+        parser.error("--weights needs target, to which others are compared")
+    return args
+
+
+def with_weights(model: Llama, kind: str, args: argparse.Namespace) -> Llama:
+    """Return the model with other weights of its linear layers."""
+    if kind == "target":
+        return model
+    moments: dict[int, torch.Tensor] = {}
+    if kind in ("compensated", "own_text"):
+        moments = input_moments(model, args, own_text=kind == "own_text")
+
+    def rounded(weight: torch.Tensor) -> torch.Tensor:
+        if moments:
+            return int4_weights.decode(int4_weights.compensated(weight, moments[id(weight)]))
+        return int4_weights.decode(ENCODERS[kind](weight))
+
+    other = copy.copy(model)
+    other.weights = {
+        name: rounded(weight) if name.endswith(LINEAR) else weight
+        for name, weight in model.weights.items()
+    }
+    return other
+
+
+def input_moments(
+    model: Llama, args: argparse.Namespace, *, own_text: bool
+) -> dict[int, torch.Tensor]:
+    """Return the sums of x^T x of each weight over the calibration prompts, or over texts that the
+    model writes."""
+    if own_text:
+        prompts = write_texts(model)
+    else:
+        prompts, _ = cut_prompts(
+            args.model, CALIBRATION_PROMPTS, CALIBRATION_LEN, CALIBRATION_SEED, args.text
+        )
+    with InputMoments() as moments:
+        for prompt in prompts.to(model.device).split(1):
+            model.prefill(prompt, 0)
+    return moments.by_weight
+
+
+@torch.inference_mode()
+def write_texts(model: Llama) -> torch.Tensor:
+    """Return texts that the model writes at temperature 1, as a server does at its start."""
+    chance = torch.Generator().manual_seed(SEED)
+    vocab_size = model.weights["embed_tokens.weight"].shape[0]
+    texts = torch.full((NUM_TEXTS, TEXT_LEN), BOS)
+    texts[:, 1] = torch.randint(vocab_size, (NUM_TEXTS,), generator=chance)
+    cache, logits, _ = model.prefill(texts[:, :2].to(model.device), TEXT_LEN)
+    for place in range(2, TEXT_LEN):
+        texts[:, place] = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=chance)[:, 0]
+        logits, _ = model.decode(texts[:, place].to(model.device), place, cache)
+    return texts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Weights of a linear layer in 4 bits, for drafts (QuantSpec, section 4.3), in plain torch.
+
+A row is cut into groups of GROUP inputs. A code u in 0..15 stands for u s + z, with a scale s and a
+zero z for each group, both bf16: 4.5 bits a weight. `round_to_nearest` takes s and z from the range
+of the group. `half_quadratic` then moves z: errors of most weights shrink, at the cost of a few
+outliers (HQQ, Badri and Shaji 2023). `compensated` knows what inputs are like, and moves each error
+to weights of the row that are not rounded yet (GPTQ, Frantar et al. 2022, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kvspec_kernels.reference import nibbles
+
+GROUP = 64
+CODES = 16
+# Settings of HQQ: exponent of the norm, and weight of the quadratic term with its growth.
+NORM, BETA, BETA_GROWTH, STEPS = 0.7, 10.0, 1.01, 20
+# Share of the mean of a moment's diagonal that is added to it, so that it can be inverted.
+DAMPING = 0.01
+
+
+class Int4Weight(NamedTuple):
+    """A weight [N, K]. codes: uint8 [N, K' / 2], where K' is K rounded up to whole groups. scale,
+    zero: bf16 [N, K' / GROUP]. num_inputs: K."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    num_inputs: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
+
+
+def round_to_nearest(weight: torch.Tensor) -> Int4Weight:
+    """Encode a weight [N, K] of any floating dtype."""
+    groups = _groups(weight)
+    scale, zero = _range(groups)
+    return _packed(_codes(groups, scale, zero), scale, zero, weight.shape[1])
+
+
+def half_quadratic(weight: torch.Tensor) -> Int4Weight:
+    """Encode a weight [N, K] with zeros that minimise the NORM-norm of the error."""
+    groups = _groups(weight)
+    scale, zero = _range(groups)
+    beta = BETA / scale.clamp_min(torch.finfo(torch.float32).tiny)
+    for _ in range(STEPS):
+        codes = _codes(groups, scale, zero)
+        error = groups - (codes * scale + zero)
+        # The part of the error that is taken for outliers.
+        size = error.abs().clamp_min(1e-12)
+        outliers = error.sign() * (size - (size * beta) ** (NORM - 1) / beta).clamp_min(0)
+        zero = (groups - outliers - codes * scale).mean(-1, keepdim=True)
+        zero = zero.bfloat16().float()
+        beta = beta * BETA_GROWTH
+    return _packed(_codes(groups, scale, zero), scale, zero, weight.shape[1])
+
+
+def compensated(weight: torch.Tensor, moment: torch.Tensor) -> Int4Weight:
+    """Encode a weight [N, K] for inputs x with this moment, the sum of x^T x over many inputs, fp32
+    [K, K]. Raises torch.linalg.LinAlgError if the moment is not finite."""
+    left = weight.float().clone()
+    factor = _compensation(moment)
+    groups = []
+    for begin in range(0, weight.shape[1], GROUP):
+        end = min(begin + GROUP, weight.shape[1])
+        part = left[:, begin:end]
+        grid = _range(_groups(part))
+        scale, zero = (each[:, 0] for each in grid)
+        errors = torch.empty_like(part)
+        codes = torch.empty_like(part)
+        for column in range(end - begin):
+            at = begin + column
+            codes[:, column, None] = _codes(part[:, column, None], scale, zero)
+            error = part[:, column] - (codes[:, column] * scale[:, 0] + zero[:, 0])
+            errors[:, column] = error / factor[at, at]
+            part[:, column + 1 :] -= errors[:, column, None] * factor[at, None, at + 1 : end]
+        left[:, end:] -= errors @ factor[begin:end, end:]
+        groups.append((_groups(codes), scale, zero))
+    codes, scale, zero = (torch.cat(parts, dim=1) for parts in zip(*groups, strict=True))
+    return _packed(codes, scale[..., None], zero[..., None], weight.shape[1])
+
+
+def decode(weight: Int4Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the weight [N, K] that the codes stand for."""
+    codes = nibbles.unpack(weight.codes).unflatten(1, (-1, GROUP)).float()
+    values = codes * weight.scale.float()[..., None] + weight.zero.float()[..., None]
+    return values.flatten(1)[:, : weight.num_inputs].to(dtype)
+
+
+def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x [..., K] times the transposed weight, plus bias [N], in the dtype of x."""
+    return F.linear(x, decode(weight, x.dtype), bias)
+
+
+def _compensation(moment: torch.Tensor) -> torch.Tensor:
+    """Return how the error of an input's weight moves to later ones: the upper Cholesky factor of
+    the inverse moment, [K, K]."""
+    damping = DAMPING * moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    identity = torch.eye(len(moment), device=moment.device)
+    lower = torch.linalg.cholesky(moment + damping * identity)
+    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+
+
+def _groups(weight: torch.Tensor) -> torch.Tensor:
+    """Return fp32 groups [N, K' / GROUP, GROUP]. The last input is repeated to fill the last group,
+    so that it does not change the group's range."""
+    missing = -weight.shape[1] % GROUP
+    filled = torch.cat((weight, weight[:, -1:].expand(-1, missing)), dim=1)
+    return filled.float().unflatten(1, (-1, GROUP))
+
+
+def _range(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and zero of each group, rounded to bf16, as fp32 [N, K' / GROUP, 1]."""
+    least, most = groups.aminmax(dim=-1, keepdim=True)
+    scale = ((most - least) / (CODES - 1)).bfloat16().float()
+    return scale, least.bfloat16().float()
+
+
+def _codes(groups: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    # A zero scale means that every weight of the group equals its zero.
+    step = torch.where(scale > 0, scale, 1.0)
+    return ((groups - zero) / step).round().clamp(0, CODES - 1)
+
+
+def _packed(
+    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, num_inputs: int
+) -> Int4Weight:
+    packed = nibbles.pack(codes.to(torch.uint8).flatten(1))
+    return Int4Weight(packed, scale[..., 0].bfloat16(), zero[..., 0].bfloat16(), num_inputs)

@@ -1,0 +1,155 @@
+"""Inputs of linear layers, measured on text that the model writes itself.
+
+Weights are rounded best if one knows what their inputs are like. Text of the model's own serves as
+well as text of its kind (docs/benchmarks/draft-weights.md), and needs no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sglang_kvspec.adapters.compat.forward import ForwardContext, forward_context
+from sglang_kvspec.adapters.decode_batch import decode_batch, run_model
+
+NUM_TEXTS, TEXT_LEN = 16, 512
+SEED = 0
+
+
+class GrowingTexts:
+    """Attention backend for steps of several texts, each of which attends to itself. Its KV lies
+    outside of SGLang's pools."""
+
+    def __init__(self, num_texts: int, length: int) -> None:
+        self._num_texts, self._length = num_texts, length
+        self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Tokens of each text before this step.
+        self.num_past = 0
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Attend with one token of each text."""
+        end = self.num_past + 1
+        new = [_heads(part, layer.tp_k_head_num) for part in (k, v)]
+        if layer.layer_id not in self._caches:
+            shape = (self._num_texts, layer.tp_k_head_num, self._length, new[0].shape[-1])
+            self._caches[layer.layer_id] = (k.new_empty(shape), k.new_empty(shape))
+        past = self._caches[layer.layer_id]
+        for cache, part in zip(past, new, strict=True):
+            cache[:, :, self.num_past] = part
+        keys, values = (cache[:, :, :end] for cache in past)
+        queries = _heads(q, layer.tp_q_head_num)[:, :, None]
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, scale=layer.scaling, enable_gqa=True
+        )
+        return out.flatten(1)
+
+
+class WholeText:
+    """Attention backend for all tokens of one text at once. It writes no KV."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **others: Any,
+    ) -> torch.Tensor:
+        heads = ((q, layer.tp_q_head_num), (k, layer.tp_k_head_num), (v, layer.tp_k_head_num))
+        queries, keys, values = (_heads(part, count).transpose(0, 1)[None] for part, count in heads)
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, scale=layer.scaling, enable_gqa=True, is_causal=True
+        )
+        return out[0].transpose(0, 1).flatten(1)
+
+
+class InputMoment:
+    """Product of a linear layer that sums x^T x of its inputs. moment: fp32 [K, K]."""
+
+    def __init__(self, method: Any, num_inputs: int, device: torch.device) -> None:
+        self._method = method
+        self.moment = torch.zeros(num_inputs, num_inputs, device=device)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.flatten(0, -2).float()
+        self.moment.addmm_(rows.t(), rows)
+        out: torch.Tensor = self._method.apply(layer, x, bias)
+        return out
+
+
+@contextmanager
+def products_of(layers: Sequence[Any], products: Sequence[Any]) -> Iterator[None]:
+    """Let linear layers multiply by other methods than their own."""
+    own = [layer.quant_method for layer in layers]
+    try:
+        for layer, product in zip(layers, products, strict=True):
+            layer.quant_method = product
+        yield
+    finally:
+        for layer, method in zip(layers, own, strict=True):
+            layer.quant_method = method
+
+
+@torch.inference_mode()
+def input_moments(runner: Any, layers: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the sum of x^T x over the inputs of each layer, fp32 [K, K], on text that the model
+    writes. Ranks write the same text."""
+    texts = write_texts(runner, NUM_TEXTS, TEXT_LEN)
+    measured = [
+        InputMoment(layer.quant_method, layer.weight.shape[1], layer.weight.device)
+        for layer in layers
+    ]
+    positions = torch.arange(texts.shape[1], device=texts.device)
+    context = forward_context(ForwardContext(attn_backend=WholeText()))
+    with context, products_of(layers, measured):
+        for text in texts:
+            run_model(runner, decode_batch(runner, text, positions))
+    return [each.moment for each in measured]
+
+
+def write_texts(runner: Any, count: int, length: int) -> torch.Tensor:
+    """Return texts [count, length] int64 that the model writes at temperature 1, behind its first
+    token and a random one."""
+    device = torch.device(runner.device)
+    chance = torch.Generator().manual_seed(SEED)
+    texts = torch.zeros(count, length, dtype=torch.int64)
+    texts[:, :2] = torch.randint(runner.model_config.vocab_size, (count, 2), generator=chance)
+    first = _first_token(runner.model_config.hf_config)
+    if first is not None:
+        texts[:, 0] = first
+    attention = GrowingTexts(count, length)
+    with forward_context(ForwardContext(attn_backend=attention)):
+        for place in range(length - 1):
+            attention.num_past = place
+            ids = texts[:, place].to(device)
+            logits = run_model(runner, decode_batch(runner, ids, torch.full_like(ids, place)))
+            if place:
+                chosen = torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=chance)
+                texts[:, place + 1] = chosen[:, 0]
+    return texts.to(device)
+
+
+def _first_token(config: Mapping[str, Any] | Any) -> int | None:
+    """Return the token that begins a text, None for a model without one."""
+    found = getattr(config, "bos_token_id", None)
+    return found if isinstance(found, int) else None
+
+
+def _heads(part: torch.Tensor, count: int) -> torch.Tensor:
+    """Return [tokens, heads, head size]."""
+    return part.reshape(len(part), count, -1)

@@ -1,0 +1,169 @@
+"""Copies of linear layers that only drafts use, and the inputs they are rounded for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.linear import ReplicatedLinear
+
+from kvspec_kernels.reference import int4_weights
+from sglang_kvspec.adapters import draft_weights, self_calibration
+from sglang_kvspec.adapters.draft_weights import DraftForward, DraftWeights, make_draft_weights
+from sglang_kvspec.adapters.self_calibration import (
+    GrowingTexts,
+    InputMoment,
+    WholeText,
+    products_of,
+)
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import UnsupportedError
+
+INPUTS, OUTPUTS = 100, 24
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    """Two linear layers, and others that have no copies."""
+    torch.manual_seed(0)
+    layers = [
+        ReplicatedLinear(INPUTS, INPUTS, bias=False, params_dtype=torch.float32),
+        ReplicatedLinear(INPUTS, OUTPUTS, bias=True, params_dtype=torch.float32),
+    ]
+    for layer in layers:
+        for part in layer.parameters():
+            torch.nn.init.normal_(part)
+    return torch.nn.Sequential(layers[0], torch.nn.LayerNorm(INPUTS), layers[1])
+
+
+@pytest.fixture
+def weights(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> DraftWeights:
+    def moments(runner: Any, layers: list[Any]) -> list[torch.Tensor]:
+        return [torch.eye(layer.weight.shape[1]) for layer in layers]
+
+    monkeypatch.setattr(draft_weights, "input_moments", moments)
+    return DraftWeights(SimpleNamespace(model=model))
+
+
+def copy_of(layer: Any) -> torch.Tensor:
+    return int4_weights.decode(int4_weights.round_to_nearest(layer.weight.detach()))
+
+
+def test_copies_are_used_in_force_only(model: Any, weights: DraftWeights) -> None:
+    x, own = torch.randn(3, INPUTS), model[2].quant_method
+    exact, _ = model[2](x)
+    with weights.in_force():
+        drafted, _ = model[2](x)
+    assert torch.equal(drafted, x @ copy_of(model[2]).t() + model[2].bias)
+    assert not torch.equal(drafted, exact)
+    assert model[2].quant_method is own
+    assert torch.equal(model[2](x)[0], exact)
+
+
+def test_a_draft_that_fails_leaves_the_models_own(model: Any, weights: DraftWeights) -> None:
+    own = [model[0].quant_method, model[2].quant_method]
+    with pytest.raises(RuntimeError, match="draft"), weights.in_force():
+        raise RuntimeError("draft")
+    assert [model[0].quant_method, model[2].quant_method] == own
+
+
+def test_new_weights_are_copied_before_the_next_draft(model: Any, weights: DraftWeights) -> None:
+    x = torch.randn(3, INPUTS)
+    weights.weights_will_change()
+    with torch.no_grad():
+        model[0].weight.mul_(-2)
+    with weights.in_force():
+        drafted, _ = model[0](x)
+    assert torch.equal(drafted, x @ copy_of(model[0]).t())
+
+
+def test_forwards_of_drafts_use_the_copies(model: Any, weights: DraftWeights) -> None:
+    x = torch.randn(3, INPUTS)
+    forward = SimpleNamespace(run=lambda batch, rows, made: model[0](x)[0])
+    logits = DraftForward(forward, weights).run(None, {})  # type: ignore[arg-type]
+    assert torch.equal(logits, x @ copy_of(model[0]).t())
+
+
+def test_sizes_are_reported(weights: DraftWeights) -> None:
+    none = {"kind": "target", "bytes": 0, "made": 0}
+    assert draft_weights.draft_weights_report(None) == none
+    # 100 inputs are two groups of 64.
+    num_bytes = (INPUTS + OUTPUTS) * (64 + 2 * 4)
+    some = {"kind": "int4", "bytes": num_bytes, "made": 1}
+    assert draft_weights.draft_weights_report(weights) == some
+
+
+def test_quantised_models_are_refused(model: Any) -> None:
+    model[2].quant_method = SimpleNamespace()
+    with pytest.raises(UnsupportedError, match="weights that are not quantised"):
+        draft_weights.linear_layers(model)
+    model[2].quant_method = model[0].quant_method
+    model[2].use_intel_amx_backend = True
+    with pytest.raises(UnsupportedError, match="AMX"):
+        draft_weights.linear_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({}, "null"),
+        ({"draft_weights": "int4"}, "prefill"),
+    ],
+)
+def test_servers_without_such_drafts_have_no_copies(options: dict[str, Any], mode: str) -> None:
+    args = SimpleNamespace(disaggregation_mode=mode)
+    assert make_draft_weights(KVSpecConfig(**options), args, None) is None
+
+
+def test_inputs_are_summed(model: Any) -> None:
+    layer, x = model[0], torch.randn(2, 5, INPUTS)
+    measured = InputMoment(layer.quant_method, INPUTS, torch.device("cpu"))
+    expected, _ = layer(x)
+    with products_of([layer], [measured]):
+        for part in x:
+            layer(part)
+        assert torch.equal(layer(x)[0], expected)
+    rows = x.flatten(0, 1)
+    torch.testing.assert_close(measured.moment, 2 * rows.t() @ rows)
+
+
+def test_texts_that_grow_attend_like_whole_ones() -> None:
+    torch.manual_seed(0)
+    num_texts, length, heads, kv_heads, size = 3, 7, 4, 2, 8
+    layer = SimpleNamespace(
+        layer_id=0, tp_q_head_num=heads, tp_k_head_num=kv_heads, scaling=size**-0.5
+    )
+    q = torch.randn(num_texts, length, heads * size)
+    k, v = torch.randn(2, num_texts, length, kv_heads, size)
+    growing = GrowingTexts(num_texts, length)
+    steps = []
+    for place in range(length):
+        growing.num_past = place
+        steps.append(growing.forward(q[:, place], k[:, place], v[:, place], layer, None))
+    for text in range(num_texts):
+        whole = WholeText().forward(q[text], k[text], v[text], layer, None)
+        torch.testing.assert_close(torch.stack([step[text] for step in steps]), whole)
+
+
+@pytest.mark.parametrize(("known", "first"), [(3, 3), (None, None), ([4, 5], None)])
+def test_texts_begin_with_the_models_first_token(
+    monkeypatch: pytest.MonkeyPatch, known: Any, first: int | None
+) -> None:
+    config = SimpleNamespace(bos_token_id=known)
+    model_config = SimpleNamespace(vocab_size=10, hf_config=config)
+    runner = SimpleNamespace(device="cpu", model_config=model_config)
+    monkeypatch.setattr(self_calibration, "decode_batch", lambda runner, ids, positions: ids)
+    # The next token is one more than the last.
+    monkeypatch.setattr(
+        self_calibration,
+        "run_model",
+        lambda runner, ids: torch.nn.functional.one_hot((ids + 1) % 10, 10) * 1e4,
+    )
+    texts = self_calibration.write_texts(runner, 4, 6)
+    assert texts.shape == (4, 6)
+    if first is not None:
+        assert bool((texts[:, 0] == first).all())
+    assert bool(((texts[:, 1:-1] + 1) % 10 == texts[:, 2:]).all())
+    assert torch.equal(texts, self_calibration.write_texts(runner, 4, 6))

@@ -1,0 +1,89 @@
+"""Weights in 4 bits: errors, sizes, and what each way of rounding is better at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvspec_kernels.reference import int4_weights
+from kvspec_kernels.reference.int4_weights import GROUP, decode, half_quadratic, round_to_nearest
+
+# bf16 has 8 significant bits, so a zero moves by at most 2^-9 of its size.
+BF16_ERROR = 2.0**-8
+
+
+def weight_of(rows: int, inputs: int) -> torch.Tensor:
+    return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("inputs", [GROUP, 4 * GROUP, 100, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_are_at_most_half_a_step(inputs: int, dtype: torch.dtype) -> None:
+    weight = weight_of(8, inputs).to(dtype)
+    encoded = round_to_nearest(weight)
+    assert encoded.codes.dtype == torch.uint8
+    error = (decode(encoded) - weight.float()).abs()
+    for group, part in enumerate(error.split(GROUP, dim=1)):
+        own = weight[:, group * GROUP : (group + 1) * GROUP].float()
+        step = (own.amax(1) - own.amin(1)) / 15
+        # Rounding of scale and zero moves the ends of the range, too.
+        moved = BF16_ERROR * (15 * step + own.abs().amax(1))
+        assert bool((part <= (step / 2 + moved)[:, None]).all())
+
+
+def test_a_weight_takes_four_and_a_half_bits() -> None:
+    encoded = round_to_nearest(weight_of(16, 4 * GROUP))
+    assert encoded.nbytes * 8 == 16 * 4 * GROUP * 4.5
+
+
+def test_equal_weights_come_back() -> None:
+    weight = torch.full((3, GROUP), 0.5)
+    moment = torch.eye(GROUP)
+    for encoded in (
+        round_to_nearest(weight),
+        half_quadratic(weight),
+        int4_weights.compensated(weight, moment),
+    ):
+        assert torch.equal(decode(encoded), weight)
+
+
+def test_products_use_what_codes_stand_for() -> None:
+    encoded = round_to_nearest(weight_of(8, 100))
+    x, bias = torch.randn(2, 3, 100), torch.randn(8)
+    out = int4_weights.product(x, encoded, bias)
+    assert torch.equal(out, F.linear(x, decode(encoded), bias))
+    assert int4_weights.product(x.bfloat16(), encoded).dtype == torch.bfloat16
+
+
+def test_half_quadratic_gives_up_outliers() -> None:
+    weight = weight_of(64, 4 * GROUP)
+    weight[:, ::GROUP] *= 10
+    errors = [decode(encode(weight)) - weight for encode in (half_quadratic, round_to_nearest)]
+    ours, nearest = (error.abs().pow(int4_weights.NORM).mean() for error in errors)
+    assert ours < nearest
+
+
+@pytest.mark.parametrize("inputs", [2 * GROUP, 100])
+def test_compensation_lowers_errors_of_outputs(inputs: int) -> None:
+    weight = weight_of(32, inputs)
+    # Inputs of which some are nearly the same.
+    x = torch.randn(1000, 16) @ torch.randn(16, inputs) + 0.1 * torch.randn(1000, inputs)
+    outputs = x @ weight.t()
+    errors = [
+        ((x @ decode(encoded).t()) - outputs).norm() / outputs.norm()
+        for encoded in (int4_weights.compensated(weight, x.t() @ x), round_to_nearest(weight))
+    ]
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_independent_inputs_need_no_compensation() -> None:
+    weight = weight_of(8, 100)
+    encoded = int4_weights.compensated(weight, torch.eye(100))
+    assert torch.equal(decode(encoded), decode(round_to_nearest(weight)))
+
+
+def test_inputs_that_were_never_seen_do_no_harm() -> None:
+    weight = weight_of(8, GROUP)
+    encoded = int4_weights.compensated(weight, torch.zeros(GROUP, GROUP))
+    assert torch.equal(decode(encoded), decode(round_to_nearest(weight)))
