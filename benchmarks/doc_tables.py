@@ -197,6 +197,13 @@ LOSSLESS_TITLES = {
     ),
     "lossless.attention.16x32768.21_queries.share_of_copy": ("the same, 21 tokens", ""),
 }
+WEIGHTS_TITLES = {
+    "w4.accept.target.mean": ("accepted of 16 drafts, the model's own weights", ""),
+    "w4.accept.nearest.vs_target_weights": ("4 bits, to the nearest code: share of these", "0.95"),
+    "w4.accept.half_quadratic.vs_target_weights": ("4 bits, half-quadratic", "0.95"),
+    "w4.accept.compensated.vs_target_weights": ("4 bits, compensated, inputs of code", "0.95"),
+    "w4.accept.own_text.vs_target_weights": ("4 bits, compensated, inputs of own text", "0.95"),
+}
 EXACTRES_TITLES = {
     "exactres.bits.smollm2": ("bits an element, all included, SmolLM2-135M", "8.3 or less"),
     "exactres.bits.eval31m": ("the same, eval-31m", "8.3 or less"),
@@ -242,6 +249,7 @@ def all_tables() -> dict[str, str]:
         "sparse": _goals(_figures("sparse"), SPARSE_TITLES),
         "exactres": _goals(_figures("exact_residual"), EXACTRES_TITLES),
         "lossless": _goals(_figures("lossless"), LOSSLESS_TITLES),
+        "draft_weights": _goals(_figures("draft_weights_eval31m_2k"), WEIGHTS_TITLES),
         "products": products_table(_figures("deterministic_kernels")),
         "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),
         "serving": tables.block(),
