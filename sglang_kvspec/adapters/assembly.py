@@ -123,7 +123,7 @@ def share_parts(
         disaggregation=disaggregation,
         arrivals=ServerArrivals(pool, None if disaggregation is None else disaggregation.decoding),
         view=make_view(config, runner.model_config, kv, ranks),
-        draft_weights=make_draft_weights(config, server_args, runner),
+        draft_weights=make_draft_weights(config, server_args, runner, ranks),
     )
 
 

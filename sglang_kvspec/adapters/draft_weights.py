@@ -1,4 +1,4 @@
-"""Copies of a model's linear layers in 4 bits, which only drafts read (QuantSpec, section 4.3)."""
+"""Copies of a model's linear layers in 4 bits, which only drafts read (QuantSpec, section 4)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import torch
 
 from kvspec_kernels.reference import int4_weights
 from kvspec_kernels.reference.int4_weights import Int4Weight
-from sglang_kvspec.adapters.compat.linear import LinearBase, UnquantizedLinearMethod
+from sglang_kvspec.adapters.compat.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from sglang_kvspec.adapters.self_calibration import input_moments, products_of
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import UnsupportedError
@@ -20,6 +24,7 @@ from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import ModelForward
 from sglang_kvspec.kv.forward_plan import Row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+from sglang_kvspec.runtime.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +40,25 @@ class Int4Product:
 
 
 class DraftWeights:
-    """Copies of all linear layers of a model. Embeddings, norms, the vocabulary projection and
-    experts have none: drafts use the model's own.
+    """Copies of the linear layers of a model that ranks share out. Embeddings, norms, routers, the
+    vocabulary projection and fused experts have none: drafts use the model's own.
 
     Rounding knows what inputs are like, from text that the model writes at the start. When the
-    model's weights change, copies are rounded again before the next draft, for the same inputs.
-    num_made: how often copies were made.
+    model's weights change, copies are rounded to the nearest codes before the next draft. That is
+    quick: requests wait for it. num_made: how often copies were made.
     """
 
-    def __init__(self, runner: Any) -> None:
-        """Raises UnsupportedError for a model whose weights have few bits already."""
+    def __init__(self, runner: Any, ranks: Ranks) -> None:
+        """Raises UnsupportedError for a model that has no weights to copy."""
         begin = time.perf_counter()
         self._layers = linear_layers(runner.model)
-        self._moments = input_moments(runner, self._layers)
-        self.num_made = 0
-        self._copies = self._made()
+        moments = input_moments(runner, self._layers, ranks)
+        self._copies = [
+            Int4Product(int4_weights.compensated(layer.weight.detach(), moment))
+            for layer, moment in zip(self._layers, moments, strict=True)
+        ]
+        self._is_stale = False
+        self.num_made = 1
         logger.info(
             "KVSpec: drafts use 4-bit copies of %d linear layers, %.2f GiB; they took %.1f s",
             len(self._layers),
@@ -65,20 +74,25 @@ class DraftWeights:
     def in_force(self) -> Iterator[None]:
         """Let the model multiply with the copies. No target forward may run in this context."""
         if self._is_stale:
-            self._copies = self._made()
+            self._copy_again()
         with products_of(self._layers, self._copies):
             yield
 
     def weights_will_change(self) -> None:
         self._is_stale = True
 
-    def _made(self) -> list[Int4Product]:
-        self.num_made += 1
-        self._is_stale = False
-        return [
-            Int4Product(int4_weights.compensated(layer.weight.detach(), moment))
-            for layer, moment in zip(self._layers, self._moments, strict=True)
+    def _copy_again(self) -> None:
+        begin = time.perf_counter()
+        self._copies = [
+            Int4Product(int4_weights.round_to_nearest(layer.weight.detach()))
+            for layer in self._layers
         ]
+        self._is_stale = False
+        self.num_made += 1
+        logger.info(
+            "KVSpec: the model's weights have changed; new 4-bit copies took %.1f s",
+            time.perf_counter() - begin,
+        )
 
 
 class DraftForward:
@@ -94,13 +108,15 @@ class DraftForward:
             return self._forward.run(batch, rows, made)
 
 
-def make_draft_weights(config: KVSpecConfig, server_args: Any, runner: Any) -> DraftWeights | None:
+def make_draft_weights(
+    config: KVSpecConfig, server_args: Any, runner: Any, ranks: Ranks
+) -> DraftWeights | None:
     """Return the copies that --kvspec-draft-weights asks for. None: drafts use the model's own
     weights, or the server does not draft."""
     drafts = config.max_draft_len and server_args.disaggregation_mode != "prefill"
     if config.draft_weights == "target" or not drafts:
         return None
-    return DraftWeights(runner)
+    return DraftWeights(runner, ranks)
 
 
 def draft_weights_report(weights: DraftWeights | None) -> dict[str, Any]:
@@ -111,8 +127,15 @@ def draft_weights_report(weights: DraftWeights | None) -> dict[str, Any]:
 
 
 def linear_layers(model: Any) -> list[Any]:
-    """Return the linear layers of a model. Raises UnsupportedError if they cannot be copied."""
-    layers = [module for module in model.modules() if isinstance(module, LinearBase)]
+    """Return the linear layers of a model that ranks share out. Raises UnsupportedError if there
+    are none, or they cannot be copied."""
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    layers = [module for module in model.modules() if isinstance(module, kinds)]
+    if not layers:
+        raise UnsupportedError(
+            f"--kvspec-draft-weights int4 cannot serve {type(model).__name__}, which has no linear "
+            "layers of SGLang's (allowed: target)"
+        )
     for layer in layers:
         method = layer.quant_method
         if not isinstance(method, UnquantizedLinearMethod):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from sglang_kvspec.adapters.compat.forward import ForwardContext, forward_context
 from sglang_kvspec.adapters.decode_batch import decode_batch, run_model
+from sglang_kvspec.runtime.ranks import Ranks
 
 NUM_TEXTS, TEXT_LEN = 16, 512
 SEED = 0
@@ -106,10 +107,10 @@ def products_of(layers: Sequence[Any], products: Sequence[Any]) -> Iterator[None
 
 
 @torch.inference_mode()
-def input_moments(runner: Any, layers: Sequence[Any]) -> list[torch.Tensor]:
+def input_moments(runner: Any, layers: Sequence[Any], ranks: Ranks) -> list[torch.Tensor]:
     """Return the sum of x^T x over the inputs of each layer, fp32 [K, K], on text that the model
-    writes. Ranks write the same text."""
-    texts = write_texts(runner, NUM_TEXTS, TEXT_LEN)
+    writes."""
+    texts = write_texts(runner, ranks, NUM_TEXTS, TEXT_LEN)
     measured = [
         InputMoment(layer.quant_method, layer.weight.shape[1], layer.weight.device)
         for layer in layers
@@ -122,9 +123,9 @@ def input_moments(runner: Any, layers: Sequence[Any]) -> list[torch.Tensor]:
     return [each.moment for each in measured]
 
 
-def write_texts(runner: Any, count: int, length: int) -> torch.Tensor:
+def write_texts(runner: Any, ranks: Ranks, count: int, length: int) -> torch.Tensor:
     """Return texts [count, length] int64 that the model writes at temperature 1, behind its first
-    token and a random one."""
+    token and a random one. Rank 0 chooses the tokens of all ranks."""
     device = torch.device(runner.device)
     chance = torch.Generator().manual_seed(SEED)
     texts = torch.zeros(count, length, dtype=torch.int64)
@@ -140,7 +141,8 @@ def write_texts(runner: Any, count: int, length: int) -> torch.Tensor:
             logits = run_model(runner, decode_batch(runner, ids, torch.full_like(ids, place)))
             if place:
                 chosen = torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=chance)
-                texts[:, place + 1] = chosen[:, 0]
+                mine = chosen[:, 0].tolist()
+                texts[:, place + 1] = torch.tensor(ranks.numbers(mine, "texts of calibration"))
     return texts.to(device)
 
 

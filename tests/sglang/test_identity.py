@@ -182,9 +182,11 @@ def test_draft_weights_follow_new_weights(servers: ServerSwitch) -> None:
     )
     assert reply.json()["success"], reply.text
     assert client.generate(prompt, 40).output_ids == before.output_ids
-    report = client.kvspec_report()["draft_weights"]
-    assert report["kind"] == "int4"
-    assert report["made"] == made + 1
+    report = client.kvspec_report()
+    assert report["draft_weights"]["kind"] == "int4"
+    assert report["draft_weights"]["made"] == made + 1
+    # Copies agree with the model mostly, not always.
+    assert 0 < report["counters"]["accepted"] < report["counters"]["drafted"]
 
 
 # The only server in CI with codec log4.

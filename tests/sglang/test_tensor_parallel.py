@@ -107,6 +107,17 @@ def test_two_ranks_answer_like_one(
     assert float(counted[1]) == report["counters"]["verifications"]
 
 
+def test_ranks_draft_with_copies_of_their_weights(
+    servers: ServerSwitch, seeded_answers: dict[int, list[int]]
+) -> None:
+    copies = ("--kvspec-draft-weights=int4", "--kvspec-draft-len=8")
+    spec = ServerSpec(KVSPEC.model, (*KVSPEC.arguments, "--tp-size=2", *copies))
+    url = servers.use(spec).base_url
+    assert {seed: sample(url, seed) for seed in SEEDS} == seeded_answers
+    counters = report_of(url)["counters"]
+    assert 0 < counters["accepted"] <= counters["drafted"]
+
+
 def test_ranks_divide_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks on two machines of two NUMA nodes each."""
     monkeypatch.setattr(processors, "get_cpu_ids_by_node", lambda: ["0-3", "4-7"])

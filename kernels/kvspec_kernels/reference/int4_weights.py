@@ -1,4 +1,4 @@
-"""Weights of a linear layer in 4 bits, for drafts (QuantSpec, section 4.3), in plain torch.
+"""Weights of a linear layer in 4 bits, for drafts (QuantSpec, section 4), in plain torch.
 
 A row is cut into groups of GROUP inputs. A code u in 0..15 stands for u s + z, with a scale s and a
 zero z for each group, both bf16: 4.5 bits a weight. `round_to_nearest` takes s and z from the range
@@ -20,8 +20,9 @@ GROUP = 64
 CODES = 16
 # Settings of HQQ: exponent of the norm, and weight of the quadratic term with its growth.
 NORM, BETA, BETA_GROWTH, STEPS = 0.7, 10.0, 1.01, 20
-# Share of the mean of a moment's diagonal that is added to it, so that it can be inverted.
-DAMPING = 0.01
+# Share of the mean of a moment's diagonal that is added to it, so that it can be inverted, and the
+# least that is added.
+DAMPING, LEAST_DAMPING = 0.01, 1e-6
 
 
 class Int4Weight(NamedTuple):
@@ -89,9 +90,10 @@ def compensated(weight: torch.Tensor, moment: torch.Tensor) -> Int4Weight:
 
 def decode(weight: Int4Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the weight [N, K] that the codes stand for."""
-    codes = nibbles.unpack(weight.codes).unflatten(1, (-1, GROUP)).float()
+    codes = _cut(nibbles.unpack(weight.codes).float())
     values = codes * weight.scale.float()[..., None] + weight.zero.float()[..., None]
-    return values.flatten(1)[:, : weight.num_inputs].to(dtype)
+    rows: torch.Tensor = values.flatten(1)[:, : weight.num_inputs].to(dtype)
+    return rows
 
 
 def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,10 +104,11 @@ def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = Non
 def _compensation(moment: torch.Tensor) -> torch.Tensor:
     """Return how the error of an input's weight moves to later ones: the upper Cholesky factor of
     the inverse moment, [K, K]."""
-    damping = DAMPING * moment.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    damping = (DAMPING * moment.diagonal().mean()).clamp_min(LEAST_DAMPING)
     identity = torch.eye(len(moment), device=moment.device)
     lower = torch.linalg.cholesky(moment + damping * identity)
-    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    factor: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    return factor
 
 
 def _groups(weight: torch.Tensor) -> torch.Tensor:
@@ -113,7 +116,12 @@ def _groups(weight: torch.Tensor) -> torch.Tensor:
     so that it does not change the group's range."""
     missing = -weight.shape[1] % GROUP
     filled = torch.cat((weight, weight[:, -1:].expand(-1, missing)), dim=1)
-    return filled.float().unflatten(1, (-1, GROUP))
+    return _cut(filled.float())
+
+
+def _cut(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [N, K'] as groups [N, K' / GROUP, GROUP]."""
+    return rows.view(len(rows), -1, GROUP)
 
 
 def _range(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

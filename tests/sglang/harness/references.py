@@ -58,8 +58,11 @@ class Setting:
         cut = () if self.target == "exact" else (_WHOLE_PREFILLS,)
         schedule = f"--kvspec-schedule={self.schedule}"
         view = f"--kvspec-draft-view={self.view}"
-        weights = f"--kvspec-draft-weights={self.weights}"
-        return ServerSpec(model, (_POOL, *cut, *flags, schedule, view, weights, *more))
+        weights = (f"--kvspec-draft-weights={self.weights}",)
+        if self.weights != "target":
+            # On a CPU these drafts cost more than they save.
+            weights += ("--kvspec-draft-len=8",)
+        return ServerSpec(model, (_POOL, *cut, *flags, schedule, view, *weights, *more))
 
 
 class Reference(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from kvspec_kernels.reference import int4_weights
 from sglang_kvspec.adapters import draft_weights, self_calibration
@@ -20,8 +20,10 @@ from sglang_kvspec.adapters.self_calibration import (
 )
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.runtime.ranks import Ranks
 
 INPUTS, OUTPUTS = 100, 24
+ALONE: dict[str, Any] = {"params_dtype": torch.float32, "tp_rank": 0, "tp_size": 1}
 
 
 @pytest.fixture
@@ -29,22 +31,23 @@ def model() -> torch.nn.Module:
     """Two linear layers, and others that have no copies."""
     torch.manual_seed(0)
     layers = [
-        ReplicatedLinear(INPUTS, INPUTS, bias=False, params_dtype=torch.float32),
-        ReplicatedLinear(INPUTS, OUTPUTS, bias=True, params_dtype=torch.float32),
+        ColumnParallelLinear(INPUTS, INPUTS, bias=False, **ALONE),
+        ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, **ALONE),
+        ReplicatedLinear(OUTPUTS, 2, params_dtype=torch.float32),
     ]
     for layer in layers:
         for part in layer.parameters():
             torch.nn.init.normal_(part)
-    return torch.nn.Sequential(layers[0], torch.nn.LayerNorm(INPUTS), layers[1])
+    return torch.nn.Sequential(layers[0], torch.nn.LayerNorm(INPUTS), *layers[1:])
 
 
 @pytest.fixture
 def weights(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> DraftWeights:
-    def moments(runner: Any, layers: list[Any]) -> list[torch.Tensor]:
+    def moments(runner: Any, layers: list[Any], ranks: Ranks) -> list[torch.Tensor]:
         return [torch.eye(layer.weight.shape[1]) for layer in layers]
 
     monkeypatch.setattr(draft_weights, "input_moments", moments)
-    return DraftWeights(SimpleNamespace(model=model))
+    return DraftWeights(SimpleNamespace(model=model), Ranks())
 
 
 def copy_of(layer: Any) -> torch.Tensor:
@@ -95,6 +98,13 @@ def test_sizes_are_reported(weights: DraftWeights) -> None:
     assert draft_weights.draft_weights_report(weights) == some
 
 
+def test_models_without_such_layers_are_refused(model: Any) -> None:
+    model.append(row := RowParallelLinear(INPUTS, OUTPUTS, **ALONE))
+    assert draft_weights.linear_layers(model) == [model[0], model[2], row]
+    with pytest.raises(UnsupportedError, match="int4 cannot serve Sequential"):
+        draft_weights.linear_layers(torch.nn.Sequential(model[1], model[3]))
+
+
 def test_quantised_models_are_refused(model: Any) -> None:
     model[2].quant_method = SimpleNamespace()
     with pytest.raises(UnsupportedError, match="weights that are not quantised"):
@@ -114,7 +124,7 @@ def test_quantised_models_are_refused(model: Any) -> None:
 )
 def test_servers_without_such_drafts_have_no_copies(options: dict[str, Any], mode: str) -> None:
     args = SimpleNamespace(disaggregation_mode=mode)
-    assert make_draft_weights(KVSpecConfig(**options), args, None) is None
+    assert make_draft_weights(KVSpecConfig(**options), args, None, Ranks()) is None
 
 
 def test_inputs_are_summed(model: Any) -> None:
@@ -161,9 +171,9 @@ def test_texts_begin_with_the_models_first_token(
         "run_model",
         lambda runner, ids: torch.nn.functional.one_hot((ids + 1) % 10, 10) * 1e4,
     )
-    texts = self_calibration.write_texts(runner, 4, 6)
+    texts = self_calibration.write_texts(runner, Ranks(), 4, 6)
     assert texts.shape == (4, 6)
     if first is not None:
         assert bool((texts[:, 0] == first).all())
     assert bool(((texts[:, 1:-1] + 1) % 10 == texts[:, 2:]).all())
-    assert torch.equal(texts, self_calibration.write_texts(runner, 4, 6))
+    assert torch.equal(texts, self_calibration.write_texts(runner, Ranks(), 4, 6))
