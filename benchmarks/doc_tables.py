@@ -250,6 +250,7 @@ def all_tables() -> dict[str, str]:
         "exactres": _goals(_figures("exact_residual"), EXACTRES_TITLES),
         "lossless": _goals(_figures("lossless"), LOSSLESS_TITLES),
         "draft_weights": _goals(_figures("draft_weights_eval31m_2k"), WEIGHTS_TITLES),
+        "architectures": architectures_table(RESULTS / "architectures.json"),
         "products": products_table(_figures("deterministic_kernels")),
         "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),
         "serving": tables.block(),
@@ -268,6 +269,23 @@ def _goals(figures: Sequence[Mapping[str, Any]], titles: Mapping[str, tuple[str,
         {name: title for name, (title, _) in titles.items()},
         {name: goal for name, (_, goal) in titles.items()},
     )
+
+
+def architectures_table(path: Path) -> str:
+    """Return the models of check_architectures.py, and what became of each. The result file has the
+    reason why a server did not start."""
+    models = json.loads(path.read_text(encoding="utf-8"))["settings"]["models"]
+    rows = [
+        f"| {name} | `{found['architecture']}` | {_outcome(found['result'])} |"
+        for name, found in models.items()
+    ]
+    return "\n".join(("| model | class | on the CPU server |", "|---|---|---|", *rows))
+
+
+def _outcome(result: str) -> str:
+    """Return a result of check_architectures.py without the reason why a server did not start."""
+    server, failure, _ = result.partition(": did not start")
+    return f"{server} did not start" if failure else result
 
 
 def filled(text: str, tables_by_name: Mapping[str, str]) -> str:
