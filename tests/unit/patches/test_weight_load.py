@@ -24,12 +24,14 @@ def worker(told: list[str]) -> Any:
     """A worker with a pre-launched round, which records the parts that it notifies of new
     weights."""
     worker = object.__new__(KVSpecWorker)
-    tiers, disaggregation = (
+    tiers, disaggregation, copies = (
         SimpleNamespace(weights_will_change=lambda name=name: told.append(name))
-        for name in ("prefix tiers", "disaggregation")
+        for name in ("prefix tiers", "disaggregation", "draft weights")
     )
     worker.parts = SimpleNamespace(
-        pool=SimpleNamespace(prefix_tiers=tiers), disaggregation=disaggregation
+        pool=SimpleNamespace(prefix_tiers=tiers),
+        disaggregation=disaggregation,
+        draft_weights=copies,
     )
     overlap = SimpleNamespace(cancel=lambda: told.append("overlap"))
     worker.loop = SimpleNamespace(overlap=overlap)
@@ -41,13 +43,15 @@ def test_new_weights_end_the_round_and_the_use_of_other_tiers(
     worker: Any, told: list[str], source: str
 ) -> None:
     weight_load.hook(SimpleNamespace(draft_worker=worker), source)
-    assert sorted(told) == ["disaggregation", "overlap", "prefix tiers"]
+    assert sorted(told) == ["disaggregation", "draft weights", "overlap", "prefix tiers"]
 
 
 def test_new_weights_end_the_round_of_a_server_without_other_tiers(
     worker: Any, told: list[str]
 ) -> None:
-    worker.parts = SimpleNamespace(pool=SimpleNamespace(prefix_tiers=None), disaggregation=None)
+    worker.parts = SimpleNamespace(
+        pool=SimpleNamespace(prefix_tiers=None), disaggregation=None, draft_weights=None
+    )
     weight_load.hook(SimpleNamespace(draft_worker=worker), "distributed")
     assert told == ["overlap"]
 
@@ -55,7 +59,7 @@ def test_new_weights_end_the_round_of_a_server_without_other_tiers(
 @pytest.mark.parametrize("module", [weight_session, weight_session_end])
 def test_a_session_of_updates_is_announced(worker: Any, told: list[str], module: Any) -> None:
     module.hook(SimpleNamespace(draft_worker=worker), None)
-    assert sorted(told) == ["disaggregation", "overlap", "prefix tiers"]
+    assert sorted(told) == ["disaggregation", "draft weights", "overlap", "prefix tiers"]
 
 
 def test_every_update_of_weights_is_announced() -> None:
