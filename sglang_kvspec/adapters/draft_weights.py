@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,12 +53,11 @@ class DraftWeights:
         begin = time.perf_counter()
         self._layers = linear_layers(runner.model)
         moments = input_moments(runner, self._layers, ranks)
-        self._copies = [
-            Int4Product(int4_weights.compensated(layer.weight.detach(), moment))
+        self.num_made = 0
+        self._keep(
+            int4_weights.compensated(layer.weight.detach(), moment)
             for layer, moment in zip(self._layers, moments, strict=True)
-        ]
-        self._is_stale = False
-        self.num_made = 1
+        )
         logger.info(
             "KVSpec: drafts use 4-bit copies of %d linear layers, %.2f GiB; they took %.1f s",
             len(self._layers),
@@ -83,16 +82,17 @@ class DraftWeights:
 
     def _copy_again(self) -> None:
         begin = time.perf_counter()
-        self._copies = [
-            Int4Product(int4_weights.round_to_nearest(layer.weight.detach()))
-            for layer in self._layers
-        ]
-        self._is_stale = False
-        self.num_made += 1
+        self._keep(int4_weights.round_to_nearest(layer.weight.detach()) for layer in self._layers)
         logger.info(
             "KVSpec: the model's weights have changed; new 4-bit copies took %.1f s",
             time.perf_counter() - begin,
         )
+
+    def _keep(self, weights: Iterable[Int4Weight]) -> None:
+        """Let drafts use these copies of the layers' weights."""
+        self._copies = [Int4Product(weight) for weight in weights]
+        self._is_stale = False
+        self.num_made += 1
 
 
 class DraftForward:

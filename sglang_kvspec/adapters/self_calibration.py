@@ -6,7 +6,7 @@ well as text of its kind (docs/benchmarks/draft-weights.md), and needs no data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +21,34 @@ NUM_TEXTS, TEXT_LEN = 16, 512
 SEED = 0
 
 
+# Attention of a layer over queries, keys and values [tokens, heads, head size], to outputs of the
+# queries' shape.
+Attend = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class TextAttention:
+    """Attention backend for forwards outside of SGLang's pools, by `attend`."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        *others: Any,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Return the output [num_tokens, heads * head size]. Reads no forward batch."""
+        heads = ((q, layer.tp_q_head_num), (k, layer.tp_k_head_num), (v, layer.tp_k_head_num))
+        parts = [part.reshape(len(part), count, -1) for part, count in heads]
+        return self._attend(layer, *parts).flatten(1)
+
+
 class GrowingTexts:
-    """Attention backend for steps of several texts, each of which attends to itself. Its KV lies
-    outside of SGLang's pools."""
+    """KV of several texts, each of which attends to itself in steps of one token."""
 
     def __init__(self, num_texts: int, length: int) -> None:
         self._num_texts, self._length = num_texts, length
@@ -31,52 +56,30 @@ class GrowingTexts:
         # Tokens of each text before this step.
         self.num_past = 0
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **others: Any,
-    ) -> torch.Tensor:
+    def attend(self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attend with one token of each text."""
-        end = self.num_past + 1
-        new = [_heads(part, layer.tp_k_head_num) for part in (k, v)]
         if layer.layer_id not in self._caches:
-            shape = (self._num_texts, layer.tp_k_head_num, self._length, new[0].shape[-1])
+            shape = (self._num_texts, k.shape[1], self._length, k.shape[2])
             self._caches[layer.layer_id] = (k.new_empty(shape), k.new_empty(shape))
         past = self._caches[layer.layer_id]
-        for cache, part in zip(past, new, strict=True):
+        for cache, part in zip(past, (k, v), strict=True):
             cache[:, :, self.num_past] = part
-        keys, values = (cache[:, :, :end] for cache in past)
-        queries = _heads(q, layer.tp_q_head_num)[:, :, None]
+        keys, values = (cache[:, :, : self.num_past + 1] for cache in past)
         out = F.scaled_dot_product_attention(
-            queries, keys, values, scale=layer.scaling, enable_gqa=True
+            q[:, :, None], keys, values, scale=layer.scaling, enable_gqa=True
         )
-        return out.flatten(1)
+        return out[:, :, 0]
 
 
-class WholeText:
-    """Attention backend for all tokens of one text at once. It writes no KV."""
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **others: Any,
-    ) -> torch.Tensor:
-        heads = ((q, layer.tp_q_head_num), (k, layer.tp_k_head_num), (v, layer.tp_k_head_num))
-        queries, keys, values = (_heads(part, count).transpose(0, 1)[None] for part, count in heads)
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, scale=layer.scaling, enable_gqa=True, is_causal=True
-        )
-        return out[0].transpose(0, 1).flatten(1)
+def attend_to_whole_text(
+    layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Attend with all tokens of one text at once."""
+    q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, scale=layer.scaling, enable_gqa=True, is_causal=True
+    )
+    return out[0].transpose(0, 1)
 
 
 class InputMoment:
@@ -116,7 +119,8 @@ def input_moments(runner: Any, layers: Sequence[Any], ranks: Ranks) -> list[torc
         for layer in layers
     ]
     positions = torch.arange(texts.shape[1], device=texts.device)
-    context = forward_context(ForwardContext(attn_backend=WholeText()))
+    attention = TextAttention(attend_to_whole_text)
+    context = forward_context(ForwardContext(attn_backend=attention))
     with context, products_of(layers, measured):
         for text in texts:
             run_model(runner, decode_batch(runner, text, positions))
@@ -133,10 +137,11 @@ def write_texts(runner: Any, ranks: Ranks, count: int, length: int) -> torch.Ten
     first = _first_token(runner.model_config.hf_config)
     if first is not None:
         texts[:, 0] = first
-    attention = GrowingTexts(count, length)
+    written = GrowingTexts(count, length)
+    attention = TextAttention(written.attend)
     with forward_context(ForwardContext(attn_backend=attention)):
         for place in range(length - 1):
-            attention.num_past = place
+            written.num_past = place
             ids = texts[:, place].to(device)
             logits = run_model(runner, decode_batch(runner, ids, torch.full_like(ids, place)))
             if place:
@@ -150,8 +155,3 @@ def _first_token(config: Mapping[str, Any] | Any) -> int | None:
     """Return the token that begins a text, None for a model without one."""
     found = getattr(config, "bos_token_id", None)
     return found if isinstance(found, int) else None
-
-
-def _heads(part: torch.Tensor, count: int) -> torch.Tensor:
-    """Return [tokens, heads, head size]."""
-    return part.reshape(len(part), count, -1)

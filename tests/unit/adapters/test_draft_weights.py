@@ -15,7 +15,8 @@ from sglang_kvspec.adapters.draft_weights import DraftForward, DraftWeights, mak
 from sglang_kvspec.adapters.self_calibration import (
     GrowingTexts,
     InputMoment,
-    WholeText,
+    TextAttention,
+    attend_to_whole_text,
     products_of,
 )
 from sglang_kvspec.core.config import KVSpecConfig
@@ -148,12 +149,13 @@ def test_texts_that_grow_attend_like_whole_ones() -> None:
     q = torch.randn(num_texts, length, heads * size)
     k, v = torch.randn(2, num_texts, length, kv_heads, size)
     growing = GrowingTexts(num_texts, length)
+    step_by_step, at_once = TextAttention(growing.attend), TextAttention(attend_to_whole_text)
     steps = []
     for place in range(length):
         growing.num_past = place
-        steps.append(growing.forward(q[:, place], k[:, place], v[:, place], layer, None))
+        steps.append(step_by_step.forward(q[:, place], k[:, place], v[:, place], layer, None))
     for text in range(num_texts):
-        whole = WholeText().forward(q[text], k[text], v[text], layer, None)
+        whole = at_once.forward(q[text], k[text], v[text], layer, None)
         torch.testing.assert_close(torch.stack([step[text] for step in steps]), whole)
 
 
