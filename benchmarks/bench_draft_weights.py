@@ -11,24 +11,22 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from pathlib import Path
 
 import torch
 from acceptance import report
 from acceptance.drafting import target_run
 from acceptance.input_moments import InputMoments
 from acceptance.model import Llama
-from acceptance.prompts import BOS, TEXTS, cut_prompts
+from acceptance.prompts import BOS, cut_prompts
 from acceptance.report import Figure
 from acceptance.rounds import run_rounds
-from bench_views import draft_caches, make_view, mean_accepted
+from bench_views import draft_caches, make_view, mean_accepted, parse_run, parser_of_runs
 from rich.console import Console
 from rich.progress import track
 
 from kvspec_kernels.reference import int4_weights
 from sglang_kvspec.adapters.self_calibration import NUM_TEXTS, SEED, TEXT_LEN
 
-ROOT = Path(__file__).resolve().parents[1]
 ENCODERS = {
     "nearest": int4_weights.round_to_nearest,
     "half_quadratic": int4_weights.half_quadratic,
@@ -85,21 +83,9 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default_model = ROOT.parent / "shared" / "models" / "eval-31m"
-    add = parser.add_argument
-    add("model", type=Path, nargs="?", default=default_model, help="folder of a model")
-    add("--prompts", type=int, default=60)
-    add("--length", type=int, default=4096, help="tokens per prompt, a multiple of 64")
-    add("--new-tokens", type=int, default=128, help="tokens that the target decodes")
-    add("--draft-len", type=int, default=16, help="drafts of each round")
-    add("--text", choices=TEXTS, default="code", help="text of the prompts")
-    add("--seed", type=int, default=0)
-    add("--batch", type=int, default=4, help="requests whose caches are in memory at once")
-    add("--weights", nargs="+", choices=KINDS, default=list(KINDS))
-    add("--commit", help="commit to record (default: what git reports)")
-    add("--out", type=Path, required=True)
-    args = parser.parse_args()
+    parser = parser_of_runs(__doc__, length=4096, new_tokens=128)
+    parser.add_argument("--weights", nargs="+", choices=KINDS, default=list(KINDS))
+    args = parse_run(parser)
     if "target" not in args.weights:
         parser.error("--weights needs target, to which others are compared")
     return args

@@ -70,17 +70,8 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default_model = ROOT.parent / "shared" / "models" / "eval-31m"
+    parser = parser_of_runs(__doc__, length=16384, new_tokens=256)
     add = parser.add_argument
-    add("model", type=Path, nargs="?", default=default_model, help="folder of a model")
-    add("--prompts", type=int, default=60)
-    add("--length", type=int, default=16384, help="tokens per prompt, a multiple of 64")
-    add("--new-tokens", type=int, default=256, help="tokens that the target decodes")
-    add("--draft-len", type=int, default=16, help="drafts of each round")
-    add("--text", choices=TEXTS, default="code", help="text of the prompts")
-    add("--seed", type=int, default=0)
-    add("--batch", type=int, default=4, help="requests whose caches are in memory at once")
     add(
         "--views",
         nargs="+",
@@ -89,8 +80,30 @@ def parse_arguments() -> argparse.Namespace:
         help="views to compare. QUERIES: verified queries that a view chooses by",
     )
     add("--recall-budget", type=float, default=0.1, help="share of pages of the recall; 0: none")
+    return parse_run(parser)
+
+
+def parser_of_runs(description: str, *, length: int, new_tokens: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of a benchmark that drafts behind target runs. length,
+    new_tokens: defaults."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    default_model = ROOT.parent / "shared" / "models" / "eval-31m"
+    add = parser.add_argument
+    add("model", type=Path, nargs="?", default=default_model, help="folder of a model")
+    add("--prompts", type=int, default=60)
+    add("--length", type=int, default=length, help="tokens per prompt, a multiple of 64")
+    add("--new-tokens", type=int, default=new_tokens, help="tokens that the target decodes")
+    add("--draft-len", type=int, default=16, help="drafts of each round")
+    add("--text", choices=TEXTS, default="code", help="text of the prompts")
+    add("--seed", type=int, default=0)
+    add("--batch", type=int, default=4, help="requests whose caches are in memory at once")
     add("--commit", help="commit to record (default: what git reports)")
     add("--out", type=Path, required=True)
+    return parser
+
+
+def parse_run(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the arguments. Exits if they make no sense."""
     args = parser.parse_args()
     if args.new_tokens <= args.draft_len or args.length % PAGE_SIZE:
         parser.error("--new-tokens must exceed --draft-len; --length must be a multiple of 64")

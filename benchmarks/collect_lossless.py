@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,9 +74,11 @@ def main() -> None:
         measured = records.read(RESULTS / name)
         first = measured[0]
         parts[name] = {"commit": first.commit, "date": first.date, "machine": first.machine}
-        rates[name] = rates_of(measured)
+        rates[name] = rates_of(measured, decode_rate_of)
+        with_prefill = [record for record in measured if record.end_to_end is not None]
+        rates_with_prefill = rates_of(with_prefill, lambda r: r.end_to_end.output_tokens_per_s)
         add(ratios(rates[name], "decode tokens/s"))
-        add(ratios(prefill_rates_of(measured), "output tokens/s", ".with_prefill"))
+        add(ratios(rates_with_prefill, "output tokens/s", ".with_prefill"))
         add(decode_figures(rates[name]))
         add(start_figures(measured))
     for name in args.identity:
@@ -94,26 +96,18 @@ def main() -> None:
     write_json(args.out, "lossless", torch.device("cpu"), settings, list(figures.values()))
 
 
-def rates_of(measured: Iterable[Record]) -> Rates:
-    """Return the decode rates of a part."""
+def rates_of(measured: Iterable[Record], rate_of: Callable[[Record], float]) -> Rates:
+    """Return the rates of a part."""
     rates: Rates = {}
     for record in measured:
         place = label(record.model, record.context_len, record.concurrency)
-        assert record.decode_rate is not None, f"{place} {record.system} has no decode rate"
-        of_system = rates.setdefault(place, {}).setdefault(record.system, [])
-        of_system.append(record.decode_rate.tokens_per_s)
+        rates.setdefault(place, {}).setdefault(record.system, []).append(rate_of(record))
     return rates
 
 
-def prefill_rates_of(measured: Iterable[Record]) -> Rates:
-    """Return the output tokens a second of passes with prefill, where there were any."""
-    rates: Rates = {}
-    for record in measured:
-        if record.end_to_end is not None:
-            place = label(record.model, record.context_len, record.concurrency)
-            of_system = rates.setdefault(place, {}).setdefault(record.system, [])
-            of_system.append(record.end_to_end.output_tokens_per_s)
-    return rates
+def decode_rate_of(record: Record) -> float:
+    assert record.decode_rate is not None, f"{record.model} {record.system} has no decode rate"
+    return record.decode_rate.tokens_per_s
 
 
 def ratios(rates: Rates, kind: str, suffix: str = "") -> list[Figure]:
