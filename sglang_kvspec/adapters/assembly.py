@@ -186,7 +186,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
             drafts_eagerly=not isinstance(kv, GpuKVCache),
         ),
         committer=Committer(
-            parts.sampler, parts.pages, parts.arrivals, ranks, parts.counters, given.reads
+            parts.sampler, parts.pages, parts.arrivals, ranks, parts.counters, given.reads, scorer
         ),
         overlap=overlap,
         observer=RoundObserver(parts.counters, planner.speeds, clock, timer),

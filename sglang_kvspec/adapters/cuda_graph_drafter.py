@@ -156,7 +156,7 @@ class CudaGraphDrafter:
         for first in range(0, len(tokens), most):
             part = tokens[first : first + most]
             rows = [
-                draft_row(self._kv, token, start + place, pages, 0)
+                draft_row(self._kv, token, start + place, pages, 0, slot=state.slot)
                 for place, token in enumerate(part, first)
             ]
             # Each row takes one step, and needs no slot but its token's own.

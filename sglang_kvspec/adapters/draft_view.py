@@ -62,7 +62,7 @@ def make_scorer(
     if view is None or not view.num_queries or not drafts:
         return NoScores()
     if not isinstance(attention, DeviceAttention):
-        return ReferenceScorer(attention.kv, attention.keep_queries(view.num_queries))
+        return ReferenceScorer(attention.kv, attention.keep_queries(view.num_queries), view)
     max_batch = runner.max_running_requests
     queries = attention.keep_queries(view.num_queries, max_batch, config.max_draft_len)
     num_slots, width = runner.req_to_token_pool.req_to_token.shape

@@ -13,6 +13,7 @@ from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.draft_view import DraftReads
 from sglang_kvspec.runtime.grammar import allowed_by, masks_along
 from sglang_kvspec.runtime.metrics import SpecCounters
+from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.ranks import Ranks, broadcast_tokens
 from sglang_kvspec.runtime.request_state import RequestState
@@ -31,9 +32,11 @@ class Committer:
         ranks: Ranks,
         counters: SpecCounters,
         reads: DraftReads | None = None,
+        scorer: PageScorer | None = None,
     ) -> None:
-        """reads: tokens that drafts read; None for all."""
+        """reads: tokens that drafts read; None for all. scorer: knows their attention mass."""
         self._sampler, self._pages, self._reads = sampler, pages, reads or DraftReads()
+        self._scorer, self._selection_s = scorer or NoScores(), 0.0
         self._arrivals, self._ranks, self._counters = arrivals, ranks, counters
 
     @staticmethod
@@ -65,13 +68,21 @@ class Committer:
         if logits is None:
             return emitted
         chosen = self._judge(batch, rows, logits, top1)
+        selection_s = self._take_selection_time()
         results = broadcast_tokens(self._ranks, [batch.states[i] for i in rows], chosen)
         for (i, row), verified in zip(rows.items(), results, strict=True):
             assert verified is not None
             emitted[i] = verified
             if verified.tokens:
                 self._take_over(batch.states[i], row, verified.tokens)
+                batch.states[i].draft_counts.selection_s += selection_s
         return emitted
+
+    def _take_selection_time(self) -> float:
+        """Return the seconds of scores and selections since the last call, and count them."""
+        before, self._selection_s = self._selection_s, self._scorer.selection_s
+        self._counters.drafts.selection_s += self._selection_s - before
+        return self._selection_s - before
 
     def _judge(
         self,
@@ -109,8 +120,9 @@ class Committer:
         num_drafts, num_accepted = len(state.drafts), len(tokens) - 1
         self._counters.observe_verification(num_drafts, num_accepted)
         context, read = state.committed_len, self._reads.tokens(state)
+        mass = 1.0 if read == context else self._scorer.mass_read(state)
         for counts in (self._counters.drafts, state.draft_counts):
-            counts.observe(num_drafts, num_accepted, state.budget, context, read)
+            counts.observe(num_drafts, num_accepted, state.budget, context, read, mass)
         before = state.verified_len
         self._arrivals.note_verification(state, len(tokens))
         state.commit(tokens)

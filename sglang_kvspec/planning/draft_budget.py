@@ -29,6 +29,9 @@ SCORE_READS = 0.9
 # Chance that a draft which the target would accept from all anchors is accepted from a share of the
 # pages too: eval-31m after 16K tokens (benchmarks/results/views_eval31m_16k*.json).
 KEPT_DRAFTS: Mapping[float, float] = {0.05: 0.988, 0.1: 0.9925, ALL_PAGES: 1.0}
+# Share of the attention mass that drafts read: eval-31m after 32K tokens, as above
+# (benchmarks/results/views_eval31m_32k.json).
+MASS_READ: Mapping[float, float] = {0.05: 0.76, 0.1: 0.81, 0.2: 0.86, ALL_PAGES: 1.0}
 # Draft lengths to compare budgets at.
 LENGTHS = (4, 8, 12, 16, 24)
 # Gain for which a request changes its budget. Less is within the error of an estimate.
@@ -46,6 +49,12 @@ def kept_drafts(budget: float) -> float:
     """Return the value of KEPT_DRAFTS for a budget. Budgets between count like the next smaller
     one."""
     return _of_budget(KEPT_DRAFTS, budget)
+
+
+def mass_read(budget: float) -> float:
+    """Return the value of MASS_READ for a budget. Budgets between count like the next smaller
+    one."""
+    return _of_budget(MASS_READ, budget)
 
 
 def best_budget(

@@ -25,6 +25,7 @@ from sglang_kvspec.planning.draft_budget import (
     SCORE_READS,
     allowed_budgets,
     kept_drafts,
+    mass_read,
     share_read,
 )
 from sglang_kvspec.planning.model_shape import ModelShape
@@ -155,6 +156,7 @@ class Deployment:
             max_requests=self.max_requests,
             max_draft_len=self.max_draft_len,
             pages_read=pages_read,
+            mass_read=mass_read(budget) if pages_read < ALL_PAGES else 1.0,
         )
 
     def _token_seconds(self, page_bytes: int, share: float) -> float:

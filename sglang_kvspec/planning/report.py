@@ -48,7 +48,9 @@ def summary_rows(deployment: Deployment, chosen: Forecast) -> list[tuple[str, ..
         ("requests running", str(setting.plain_requests), *(str(_running(e)) for e in both)),
         ("requests that fetch residuals", "-", *(_of_cycle(e, "num_fetching") for e in both)),
         ("best draft length", "-", *(_of_cycle(e, "draft_len") for e in both)),
-        ("pages that drafts read", "-", *(_pages_read(e) for e in both)),
+        ("pages that drafts read", "-", *(_share(e, "pages_read") for e in both)),
+        ("attention mass on these pages", "-", *(_share(e, "mass_read") for e in both)),
+        ("scoring pages, per iteration (ms)", "-", *(f"{_score_s(e) * 1e3:.2f}" for e in both)),
         ("accepted drafts", "-", *(_accepted(e) for e in both)),
         ("iterations per fetch", "-", *(_of_cycle(e, "cycles_per_load") for e in both)),
         ("forward (ms)", plain_ms, *(_milliseconds(e, "gpu_s") for e in both)),
@@ -145,6 +147,8 @@ def _expectation(expected: Expectation) -> dict[str, Any]:
         "speculates": cycle is not None,
         "draft_len": cycle.draft_len if cycle else 0,
         "pages_read": expected.setting.pages_read if cycle else None,
+        "mass_read": expected.setting.mass_read if cycle else None,
+        "score_s": _score_s(expected),
         "accepted": cycle.tokens_per_cycle - 1 if cycle else 0.0,
         "requests": _running(expected),
         "fetching": cycle.num_fetching if cycle else 0,
@@ -175,8 +179,17 @@ def _accepted(expected: Expectation) -> str:
     return f"{expected.cycle.tokens_per_cycle - 1:.1f}" if expected.cycle else "-"
 
 
-def _pages_read(expected: Expectation) -> str:
-    return f"{100 * expected.setting.pages_read:.0f} %" if expected.cycle else "-"
+def _share(expected: Expectation, field: str) -> str:
+    return f"{100 * getattr(expected.setting, field):.0f} %" if expected.cycle else "-"
+
+
+def _score_s(expected: Expectation) -> float:
+    """Return the seconds of scoring pages in an average iteration."""
+    cycle, setting = expected.cycle, expected.setting
+    if cycle is None:
+        return 0.0
+    num_verify = cycle.num_requests / (cycle.draft_len + 1)
+    return num_verify * setting.context_len * setting.costs.score_kv_token_s
 
 
 def _speed_up(expected: Expectation) -> str:

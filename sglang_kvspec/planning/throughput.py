@@ -36,6 +36,7 @@ class Setting:
     kv_bytes: HBM left for KV. host_bytes: size of the residual store, inf for as much as needed, 0
     for none. link_bytes_per_s: from host memory to HBM. max_requests: limit of running requests.
     pages_read: share of its pages that a request's drafts read, as costs and curve have it.
+    mass_read: share of the attention mass that is on these pages.
     """
 
     context_len: int
@@ -48,6 +49,7 @@ class Setting:
     max_requests: int = 256
     max_draft_len: int = MAX_DRAFT_LEN
     pages_read: float = ALL_PAGES
+    mass_read: float = 1.0
 
     @property
     def plain_requests(self) -> int:

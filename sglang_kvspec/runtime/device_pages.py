@@ -15,6 +15,7 @@ from sglang_kvspec.planning.draft_budget import SINK_PAGES
 from sglang_kvspec.runtime.device_queries import DeviceQueries
 from sglang_kvspec.runtime.draft_rows import DraftRows, num_before_window
 from sglang_kvspec.runtime.draft_view import MassView, PageCounts
+from sglang_kvspec.runtime.phase_timer import TotalTimer
 from sglang_kvspec.runtime.request_state import RequestState
 
 
@@ -79,6 +80,7 @@ class DevicePages:
         self._requests = ScoredRequests(
             ints(max_batch + 1), ints(max_batch * most_pages), *(ints(max_batch) for _ in range(4))
         )
+        self._timer = TotalTimer(device)
         self._graph = self._capture()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
@@ -118,7 +120,8 @@ class DevicePages:
         requests, pages = self._requests, torch.cat(lists)
         given = zip(requests[2:], by_field, strict=True)
         send_into([(requests.indptr, ends), (requests.indices[: len(pages)], pages), *given])
-        self._graph.replay()
+        with self._timer:
+            self._graph.replay()
 
     def counts(self, state: RequestState, num_pages: int) -> PageCounts | None:
         """Return how many of a request's pages its drafts read, see MassView.counts."""
@@ -130,4 +133,15 @@ class DevicePages:
         lists = SelectedLists(
             rows.past_indptr, rows.past_pages, rows.mass_slots, rows.list_indptr, rows.num_newest
         )
-        self._selection.select(lists, rows.head_pages, num_first=SINK_PAGES)
+        with self._timer:
+            self._selection.select(lists, rows.head_pages, num_first=SINK_PAGES)
+
+    def mass_read(self, state: RequestState) -> float:
+        """Return the mass that a request's drafts read, see PageScorer. The CPU has waited for a
+        verification of these drafts."""
+        return 1 - float(self._selection.unread[state.slot])
+
+    @property
+    def selection_s(self) -> float:
+        """Return the seconds of all scores and selections, see PageScorer."""
+        return self._timer.seconds

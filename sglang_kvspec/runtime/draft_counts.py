@@ -9,27 +9,48 @@ from typing import Any
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Counts of verified drafts, of one request or of all. context, read: tokens of context, summed
-    over drafts, and how many of them the drafts read. budgets: verifications and their drafts, by
-    the share of pages that the drafts were to read."""
+    """Counts of verified drafts, of one request or of all.
+
+    context, read: tokens of context, summed over drafts, and how many of them the drafts read.
+    weighed, mass: drafts of which it is known what share of the attention mass they read, and the
+    sum of these shares. selection_s: seconds of scores and selections of pages, in rounds that
+    verified these drafts. budgets: verifications and their drafts, by the share of pages that the
+    drafts were to read.
+    """
 
     context: int = 0
     read: int = 0
+    weighed: int = 0
+    mass: float = 0.0
+    selection_s: float = 0.0
     budgets: dict[float, Counter[str]] = field(default_factory=dict)
 
     def observe(
-        self, num_drafts: int, num_accepted: int, budget: float, context: int, read: int
+        self,
+        num_drafts: int,
+        num_accepted: int,
+        budget: float,
+        context: int,
+        read: int,
+        mass: float | None,
     ) -> None:
-        """Count the drafts of one verification. context, read: tokens, of each draft."""
+        """Count the drafts of one verification. context, read: tokens, of each draft. mass: share
+        that each read; None if it is not known."""
         self.context += num_drafts * context
         self.read += num_drafts * read
+        if mass is not None:
+            self.weighed += num_drafts
+            self.mass += num_drafts * mass
         at_budget = self.budgets.setdefault(budget, Counter())
         at_budget.update(verifications=1, drafted=num_drafts, accepted=num_accepted)
 
     def report(self) -> dict[str, Any]:
-        """Return the counts for meta_info and /server_info. share: of their context that drafts
-        read, None before the first draft. by_budget: has shares as text, in order."""
+        """Return the counts for meta_info and /server_info. share, mass: of their context that
+        drafts read, and of the attention mass on it; None before the first draft, mass also where
+        it is not known. by_budget: has shares as text, in order."""
         return {
             "share": self.read / self.context if self.context else None,
+            "mass": self.mass / self.weighed if self.weighed else None,
+            "selection_ms": self.selection_s * 1e3,
             "by_budget": {str(b): dict(c) for b, c in sorted(self.budgets.items())},
         }

@@ -76,6 +76,18 @@ class SpecCounters:
         return self.drafts.read
 
     @property
+    def draft_mass(self) -> float:
+        return self.drafts.mass
+
+    @property
+    def drafts_weighed(self) -> int:
+        return self.drafts.weighed
+
+    @property
+    def selection_s(self) -> float:
+        return self.drafts.selection_s
+
+    @property
     def rejected(self) -> int:
         """Number of drafts that were verified and rejected."""
         return self.drafted - self.accepted
@@ -119,6 +131,15 @@ class MetricsExporter:
                 "draft_context_tokens", "Tokens of context of drafts, summed over drafts"
             ),
             "draft_reads": counter("draft_read_tokens", "Tokens of context that drafts read"),
+            "drafts_weighed": counter(
+                "drafts_weighed", "Verified drafts whose share of the attention mass is known"
+            ),
+            "draft_mass": counter(
+                "draft_attention_mass", "Attention mass that these drafts read, 1 for all of it"
+            ),
+            "selection_s": counter(
+                "page_selection_seconds", "Seconds of scoring and selecting pages for drafts"
+            ),
         }
         self._bytes = counter("residual_bytes", "Residual bytes read from the store", "path")
         self._hits = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache", "tier")

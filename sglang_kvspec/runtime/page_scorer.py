@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 from kvspec_kernels.reference.page_selection import page_mass, updated_mass
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
+from sglang_kvspec.runtime.draft_view import DraftView
+from sglang_kvspec.runtime.phase_timer import TotalTimer
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.target_queries import LayerQueries, TargetQueries
 
 
 class PageScorer(Protocol):
-    """Scorer of the pages that a draft view chooses from."""
+    """Scorer of the pages that a draft view chooses from.
+
+    selection_s: seconds that scores have taken so far, and on a GPU selections.
+    """
+
+    @property
+    def selection_s(self) -> float: ...
 
     def score(self, committed: Iterable[tuple[int, RequestState, torch.Tensor]]) -> None:
         """Update the attention mass of the pages of requests that committed tokens, and num_scored
@@ -25,12 +33,22 @@ class PageScorer(Protocol):
         are of that row.
         """
 
+    def mass_read(self, state: RequestState) -> float | None:
+        """Return the share of the attention mass that is on the pages that the request's newest
+        drafts read, the mean of all layers and KV heads; None if no mass is known. On a GPU, it is
+        a share of the mass of pages before the recent window."""
+
 
 class NoScores:
     """Scorer for views that choose without attention mass."""
 
+    selection_s: ClassVar[float] = 0.0
+
     def score(self, committed: Iterable[tuple[int, RequestState, torch.Tensor]]) -> None:
         """Do nothing."""
+
+    def mass_read(self, state: RequestState) -> None:
+        """Know no mass."""
 
 
 class ReferenceScorer:
@@ -41,10 +59,30 @@ class ReferenceScorer:
     that of about the last queries.most verified tokens.
     """
 
-    def __init__(self, kv: ReferenceKVCache, queries: TargetQueries) -> None:
-        self._kv, self._queries = kv, queries
+    def __init__(self, kv: ReferenceKVCache, queries: TargetQueries, view: DraftView) -> None:
+        self._kv, self._queries, self._view = kv, queries, view
+        self._timer = TotalTimer(kv.device)
+
+    @property
+    def selection_s(self) -> float:
+        return self._timer.seconds
 
     def score(self, committed: Iterable[tuple[int, RequestState, torch.Tensor]]) -> None:
+        with self._timer:
+            self._score(committed)
+
+    def mass_read(self, state: RequestState) -> float | None:
+        seen = self._view.select(state, state.committed_len // self._kv.geometry.page_size)
+        if seen is None or state.page_mass is None:
+            return None
+        unread = state.page_mass.clone()
+        # Pages behind those that are scored are read, and have no mass.
+        lists = seen.expand(*unread.shape[:2], -1)
+        for mass, pages in zip(unread.flatten(0, 1), lists.flatten(0, 1), strict=True):
+            mass[pages[pages < state.num_scored]] = 0
+        return 1 - float(unread.sum(-1).mean())
+
+    def _score(self, committed: Iterable[tuple[int, RequestState, torch.Tensor]]) -> None:
         size, most = self._kv.geometry.page_size, self._queries.most
         for index, state, pages in committed:
             queries = self._queries.before(index, state.committed_len)

@@ -98,7 +98,10 @@ def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list
     longest = max(prompts, key=len)
     params = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
     (answer,) = server.send([{"input_ids": longest, "sampling_params": params}])
-    assert answer["meta_info"]["kvspec"]["draft_reads"]["share"] < 0.5
+    reads = answer["meta_info"]["kvspec"]["draft_reads"]
+    assert reads["share"] < 0.5
+    assert reads["share"] < reads["mass"] < 1, "the pages with the most mass are read"
+    assert reads["selection_ms"] > 0
 
 
 @pytest.mark.servers("hosted")

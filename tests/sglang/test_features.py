@@ -63,6 +63,8 @@ def test_drafts_were_accepted_and_reported(url: str) -> None:
     counts = {"verifications": "verified", "drafted": "drafted", "accepted": "accepted"}
     assert report["draft_reads"] == {
         "share": 1.0,
+        "mass": 1.0,
+        "selection_ms": 0.0,
         "by_budget": {"1.0": {name: report[ours] for name, ours in counts.items()}},
     }
     assert "draft_reads" not in (answer["meta_info"]["cached_tokens_details"] or {})

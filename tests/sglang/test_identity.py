@@ -164,6 +164,17 @@ def test_exact_on_pages_of_the_largest_mass(assert_identical: Check, scenario: S
     assert_identical(SAMPLE, PAGES_ROUNDS, scenario)
 
 
+def test_an_answer_says_what_its_drafts_read_of_the_attention(servers: ServerSwitch) -> None:
+    client = servers.use(SAMPLE_SCENARIOS[0].server(PAGES_ROUNDS.server(DEMO_MODEL)))
+    prompt = max((task.input_ids for task in SAMPLE.tasks), key=len)
+    reads = client.generate(prompt, 40).meta["kvspec"]["draft_reads"]
+    assert reads["share"] < reads["mass"] < 1, "the pages with the most mass are read"
+    assert reads["selection_ms"] > 0
+    total = client.kvspec_report()["draft_reads"]
+    assert total["selection_ms"] >= reads["selection_ms"]
+    assert 0 < total["mass"] < 1
+
+
 @pytest.mark.parametrize("scenario", SAMPLE_SCENARIOS, ids=lambda s: s.name)
 def test_exact_with_draft_weights_of_four_bits(assert_identical: Check, scenario: Scenario) -> None:
     assert_identical(SAMPLE, INT4_ROUNDS, scenario)

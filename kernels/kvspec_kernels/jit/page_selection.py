@@ -185,6 +185,7 @@ def select_kernel(
     out_ptr,
     out_indptr_ptr,
     num_last_ptr,
+    unread_ptr,
     stride_mass_layer,
     stride_mass_slot,
     stride_mass_head,
@@ -193,8 +194,9 @@ def select_kernel(
     NUM_FIRST: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Write the ids of the selected pages of one request, KV head and layer, in order. -1 fills a
-    list that is longer than the request has pages."""
+    """Write the ids of the selected pages of one request, KV head and layer, in order, and the mass
+    of the pages that are not selected: unread [max_batch, num_layers, num_kv_heads] fp32. -1 fills
+    a list that is longer than the request has pages."""
     request = tl.program_id(0)
     head = tl.program_id(1)
     layer = tl.program_id(2)
@@ -226,6 +228,9 @@ def select_kernel(
     num_above = tl.sum(above.to(tl.int32), axis=0)
     rank = tl.cumsum(at.to(tl.int32), axis=0)
     chosen = above | (at & (rank <= count - num_above))
+    unread = tl.sum(tl.where(is_page & (chosen == 0), mass, 0.0), axis=0)
+    this_list = (request * tl.num_programs(2) + layer) * tl.num_programs(1) + head
+    tl.store(unread_ptr + this_list, unread)
     place = out_begin + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     pages = tl.load(indices_ptr + begin + offs, mask=is_page, other=-1)
     row = out_ptr + layer * stride_out_layer + head
@@ -236,3 +241,23 @@ def select_kernel(
         tl.full([BLOCK_P], -1, dtype=tl.int32),
         mask=(offs >= count) & (offs < num_out),
     )
+
+
+@triton.jit
+def mean_unread_kernel(
+    unread_ptr,
+    slots_ptr,
+    out_indptr_ptr,
+    mean_ptr,
+    NUM_LISTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the mean of a request's unread [NUM_LISTS], of all layers and KV heads, to its slot in
+    mean, which may be pinned host memory."""
+    request = tl.program_id(0)
+    if tl.load(out_indptr_ptr + request) == tl.load(out_indptr_ptr + request + 1):
+        return
+    offs = tl.arange(0, BLOCK)
+    unread = tl.load(unread_ptr + request * NUM_LISTS + offs, mask=offs < NUM_LISTS, other=0.0)
+    slot = tl.load(slots_ptr + request)
+    tl.store(mean_ptr + slot, tl.sum(unread, axis=0) / NUM_LISTS)

@@ -15,7 +15,12 @@ from kvspec_kernels.formats import anchor_layout
 from kvspec_kernels.jit.cuda_attention import AttentionShape
 from kvspec_kernels.jit.cuda_scores import ScoreKernel, score_kernel, scores_supported
 from kvspec_kernels.jit.functions import kernel_function
-from kvspec_kernels.jit.page_selection import page_lse_kernel, page_mass_kernel, select_kernel
+from kvspec_kernels.jit.page_selection import (
+    mean_unread_kernel,
+    page_lse_kernel,
+    page_mass_kernel,
+    select_kernel,
+)
 from kvspec_kernels.ops.attention_plan import check_index, check_tensor
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 from kvspec_kernels.reference.codec import kernel_reference_of
@@ -64,9 +69,11 @@ class PageSelection:
     """Attention mass of the pages of up to num_slots requests, in memory whose addresses never
     change, and selection by it.
 
-    mass: [num_layers, num_slots, num_kv_heads, most_pages] fp32. score() is called for each layer,
-    then select(). Neither allocates nor waits for the device, and both read index tensors on the
-    device, so that CUDA graphs may hold them.
+    mass: [num_layers, num_slots, num_kv_heads, most_pages] fp32. unread: mass of the pages that the
+    newest select() did not choose, the mean of all layers and KV heads: [num_slots] fp32 on the
+    CPU, which the device writes. score() is called for each layer, then select(). Neither allocates
+    nor waits for the device, and both read index tensors on the device, so that CUDA graphs may
+    hold them.
     """
 
     def __init__(
@@ -101,6 +108,11 @@ class PageSelection:
         )
         shape = (num_layers, num_slots, num_kv_heads, most_pages)
         self.mass = torch.zeros(shape, dtype=torch.float32, device=device)
+        # A copy of few bytes would wait in the copy engine, behind pages: the kernel writes here.
+        self.unread = torch.zeros(
+            num_slots, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self._unread = self.mass.new_zeros((max_batch, num_layers, num_kv_heads))
         self._sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
         heads = (num_qo_heads, num_kv_heads)
         shape_of_kernel = AttentionShape(settings, page_size, head_dim, *heads, q_dtype)
@@ -199,8 +211,9 @@ class PageSelection:
 
     def select(self, lists: SelectedLists, out: torch.Tensor, *, num_first: int) -> None:
         """Write the selected pages of each request, in order, to its list in `out` [num_out,
-        num_layers, num_kv_heads] int32. If a list is longer than the request has pages, -1 follows
-        them. num_first: first pages that are on every list."""
+        num_layers, num_kv_heads] int32, and `unread` of requests with a list. If a list is longer
+        than the request has pages, -1 follows them. num_first: first pages that are on every
+        list."""
         num_layers = len(self.mass)
         shape = (None, num_layers, self.num_kv_heads)
         check_tensor("out", out, shape, torch.int32, self.device)
@@ -213,6 +226,7 @@ class PageSelection:
             out_ptr=out,
             out_indptr_ptr=lists.out_indptr,
             num_last_ptr=lists.num_last,
+            unread_ptr=self._unread,
             stride_mass_layer=self.mass.stride(0),
             stride_mass_slot=self.mass.stride(1),
             stride_mass_head=self.mass.stride(2),
@@ -220,6 +234,16 @@ class PageSelection:
             stride_out_layer=out.stride(1),
             NUM_FIRST=num_first,
             **self._select,
+            num_warps=4,
+        )
+        num_lists = num_layers * self.num_kv_heads
+        mean_unread_kernel[(self.max_batch,)](
+            unread_ptr=self._unread,
+            slots_ptr=lists.slots,
+            out_indptr_ptr=lists.out_indptr,
+            mean_ptr=self.unread,
+            NUM_LISTS=num_lists,
+            BLOCK=triton.next_power_of_2(num_lists),
             num_warps=4,
         )
 

@@ -12,6 +12,7 @@ from sglang_kvspec.adapters.hit_breakdown import LoadedTokens
 from sglang_kvspec.kv.page_sources import Loaded
 
 SIZE = 64
+NOTHING_READ = {"share": None, "mass": None, "selection_ms": 0.0, "by_budget": {}}
 
 
 class Request(SimpleNamespace):
@@ -69,7 +70,7 @@ def test_what_an_answer_says(remote):
         },
         "kept_anchors": {"host": SIZE, "disk": 2 * SIZE},
         "drafts_on_anchors": remote,
-        "draft_reads": {"share": None, "by_budget": {}},
+        "draft_reads": NOTHING_READ,
     }
 
 
@@ -83,13 +84,16 @@ def test_without_a_hit_nothing_is_added():
 def test_the_end_of_an_answer_says_what_drafts_read():
     req = request()
     counts = request_drafts.counts_of(req)
-    counts.observe(8, 5, 0.1, context=1000, read=150)
-    counts.observe(2, 2, 1.0, context=1000, read=1000)
+    counts.observe(8, 5, 0.1, context=1000, read=150, mass=0.75)
+    counts.observe(2, 2, 1.0, context=1000, read=1000, mass=1.0)
+    counts.selection_s = 0.5
     assert cached_tokens.hook(None, None, req) is None
     req.is_finished = True
     details = cached_tokens.hook(None, None, req)
     assert spec_meta_info._told([details], 0)["draft_reads"] == {
         "share": (8 * 150 + 2 * 1000) / 10_000,
+        "mass": 0.8,
+        "selection_ms": 500.0,
         "by_budget": {
             "0.1": {"verifications": 1, "drafted": 8, "accepted": 5},
             "1.0": {"verifications": 1, "drafted": 2, "accepted": 2},
@@ -115,4 +119,4 @@ def test_details_of_cached_tokens_stay_sglangs(told, monkeypatch):
     manager = SimpleNamespace(server_args=None, rid_to_state={})
     spec_meta_info.hook(None, manager, meta_info, received, 0)
     assert meta_info["cached_tokens_details"] == told
-    assert meta_info["kvspec"]["draft_reads"] == {"share": None, "by_budget": {}}
+    assert meta_info["kvspec"]["draft_reads"] == NOTHING_READ

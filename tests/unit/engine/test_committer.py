@@ -60,7 +60,7 @@ class NothingAllowed:
 class Commits:
     """A committer, with a record of its calls to pages, counters and arrivals."""
 
-    def __init__(self, *, come_with_requests=False, reads=None):
+    def __init__(self, *, come_with_requests=False, reads=None, scorer=None):
         self.pages, self.counters, self.noted = [], SpecCounters(), []
         keeper = SimpleNamespace(commit=lambda pages, *span: self.pages.append(span))
         arrivals = SimpleNamespace(
@@ -68,7 +68,7 @@ class Commits:
             note_verification=lambda state, count: self.noted.append((state.rid, count)),
         )
         sampler = SpecSampler(0, CPU)
-        self.committer = Committer(sampler, keeper, arrivals, Ranks(), self.counters, reads)
+        self.committer = Committer(sampler, keeper, arrivals, Ranks(), self.counters, reads, scorer)
 
     def commit(self, states, logits, *, wants_logprobs=False):
         rows = {
@@ -131,17 +131,40 @@ def test_what_drafts_read_is_counted_by_request_and_in_all():
     logits = make_logits(2)
     # The target chooses another token than the second draft of the other request.
     logits[NUM_DRAFTS + 2, 4] = 300.0
-    commits = Commits(reads=SimpleNamespace(tokens=lambda state: state.committed_len - 4))
+    mass = {"0": 0.75, "1": 0.25}
+    scorer = SimpleNamespace(selection_s=0.25, mass_read=lambda state: mass[state.rid])
+    reads = SimpleNamespace(tokens=lambda state: state.committed_len - 4)
+    commits = Commits(reads=reads, scorer=scorer)
     commits.commit(states, logits)
     of_few = {"verifications": 1, "drafted": NUM_DRAFTS, "accepted": NUM_DRAFTS}
     of_every = {"verifications": 1, "drafted": NUM_DRAFTS, "accepted": 1}
-    assert few.draft_counts.report() == {"share": 0.6, "by_budget": {"0.1": of_few}}
-    assert every.draft_counts.report() == {"share": 0.6, "by_budget": {"1.0": of_every}}
+    same = {"share": 0.6, "selection_ms": 250.0}
+    assert few.draft_counts.report() == {**same, "mass": 0.75, "by_budget": {"0.1": of_few}}
+    assert every.draft_counts.report() == {**same, "mass": 0.25, "by_budget": {"1.0": of_every}}
     assert commits.counters.drafts.report() == {
-        "share": 0.6,
+        **same,
+        "mass": 0.5,
         "by_budget": {"0.1": of_few, "1.0": of_every},
     }
     assert commits.counters.draft_reads == 2 * NUM_DRAFTS * 6
+
+
+def test_each_verification_counts_the_selections_since_the_last():
+    commits = Commits(scorer=(scorer := SimpleNamespace(selection_s=0.5)))
+    (first,) = states = make_states(GREEDY)
+    for spent in (0.5, 0.5, 2.0):
+        scorer.selection_s = spent
+        first.drafts = [2] * NUM_DRAFTS
+        commits.commit(states, make_logits(1))
+    assert first.draft_counts.selection_s == commits.counters.drafts.selection_s == 2.0
+
+
+def test_drafts_that_read_everything_read_all_of_the_mass():
+    """Where drafts read less and no scorer knows the mass, none is reported."""
+    for reads, expected in ((None, 1.0), (SimpleNamespace(tokens=lambda state: 1), None)):
+        commits = Commits(reads=reads)
+        commits.commit(make_states(GREEDY), make_logits(1))
+        assert commits.counters.drafts.report()["mass"] == expected
 
 
 @every_kind

@@ -157,7 +157,10 @@ def test_the_best_pages_are_selected_in_their_order(device):
     wanted_lists = SelectedLists(
         case.indptr, case.indices, index.slots, out_indptr, lists(num_last, device)
     )
+    selection.unread[:] = -9
     selection.select(wanted_lists, out, num_first=1)
+    wait(device)
+    assert selection.unread[1] == -9, "the slot of no request was written"
     for request, count in enumerate(wanted):
         begin, end = case.indptr[request : request + 2].tolist()
         first = int(out_indptr[request])
@@ -167,7 +170,16 @@ def test_the_best_pages_are_selected_in_their_order(device):
         places = select_pages(mass, kept, min(1, kept), min(num_last[request], kept))
         assert torch.equal(found[..., :kept], case.indices[begin:end][places])
         assert (found[..., kept:] == -1).all()
+        unread = mass.sum(-1) - mass.gather(-1, places).sum(-1)
+        slot = int(index.slots[request])
+        assert float(selection.unread[slot]) == pytest.approx(float(unread.mean()), abs=1e-6)
     assert (out[-1] == -9).all(), "a list was written beyond its end"
+
+
+def wait(device):
+    """Wait for what the device writes to memory of the CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def test_of_equal_pages_the_first_are_selected(device):

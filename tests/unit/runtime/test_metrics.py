@@ -188,7 +188,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
 
 def test_metric_names_are_unique_and_ours(exporter):
     names = [metric.name for metric in REGISTRY.collect() if "kvspec" in metric.name]
-    assert len(names) == len(set(names)) == 17
+    assert len(names) == len(set(names)) == 20
     assert all(name.startswith("sglang:kvspec_") for name in names)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         MetricsExporter("toy")

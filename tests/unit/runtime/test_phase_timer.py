@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from sglang_kvspec.runtime.phase_timer import PhaseTimer
+from sglang_kvspec.runtime.phase_timer import PhaseTimer, TotalTimer
 
 
 class Clock:
@@ -65,3 +65,43 @@ def test_the_clock_is_that_of_time_perf_counter(timer):
     timer.mark()
     (seconds,) = timer.seconds()
     assert 0 < seconds <= time.perf_counter() - before
+
+
+def test_phases_that_recur_add_up(clock):
+    timer = TotalTimer(torch.device("cpu"))
+    for seconds in (1.0, 0.0, 2.5):
+        with timer:
+            clock.now += seconds
+        clock.now += 50
+    assert timer.seconds == 3.5
+
+
+def test_a_phase_of_a_device_counts_once_it_is_over(monkeypatch, clock):
+    """Phases of a stream end in order, so those behind an unfinished one are not asked."""
+    events = []
+
+    class Event:
+        def __init__(self, **kwargs):
+            events.append(self)
+            self.is_over, self.at = False, 0.0
+
+        def record(self):
+            self.at = clock.now
+
+        def query(self):
+            return self.is_over
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = TotalTimer(torch.device("cuda"))
+    for seconds in (1.0, 2.0):
+        with timer:
+            clock.now += seconds
+    assert timer.seconds == 0
+    events[3].is_over = True
+    assert timer.seconds == 0
+    events[1].is_over = True
+    assert timer.seconds == 3.0
+    assert timer.seconds == 3.0

@@ -199,7 +199,8 @@ class Engine:
         self.forward = ToyForward(kv, model)
         self.scorer: PageScorer = NoScores()
         if view is not None and view.num_queries:
-            self.scorer = ReferenceScorer(kv, self.forward.attention.keep_queries(view.num_queries))
+            queries = self.forward.attention.keep_queries(view.num_queries)
+            self.scorer = ReferenceScorer(kv, queries, view)
         # Without a budget of its own, a request reads all pages.
         reads_all = view is None or not view.num_queries
         self.budgets = OneBudget() if reads_all else OneBudget(0.1)

@@ -39,10 +39,26 @@ def dense_queries(toy, tokens, count):
 
 
 class CheckedScorer:
-    """Scorer that compares the queries of each scored request with those of a dense forward."""
+    """Scorer that compares the queries of each scored request with those of a dense forward, and
+    the mass that its drafts read with a sum page by page."""
 
-    def __init__(self, toy, scorer, asked):
-        self.toy, self.scorer, self.asked, self.num_scored = toy, scorer, asked, 0
+    def __init__(self, toy, scorer, asked, view):
+        self.toy, self.scorer, self.asked, self.view = toy, scorer, asked, view
+        self.num_scored = self.num_selected = 0
+
+    def compare_mass_read(self, state):
+        seen = self.view.select(state, state.committed_len // self.scorer._kv.geometry.page_size)
+        if seen is None:
+            assert self.scorer.mass_read(state) is None
+            return
+        unread = [
+            sum(float(value) for page, value in enumerate(mass) if page not in pages)
+            for layer, heads in zip(state.page_mass, seen.tolist(), strict=True)
+            for mass, pages in zip(layer, heads, strict=True)
+        ]
+        expected = 1 - sum(unread) / len(unread)
+        assert 0 < self.scorer.mass_read(state) == pytest.approx(expected, abs=1e-5)
+        self.num_selected += 1
 
     def score(self, committed):
         committed = list(committed)
@@ -62,6 +78,7 @@ class CheckedScorer:
             if state.num_scored:
                 assert state.page_mass.shape[-1] == state.num_scored
                 assert (state.page_mass.sum(-1) > 0.999).all()
+            self.compare_mass_read(state)
 
 
 def serve_checked(toy, schedule):
@@ -69,7 +86,7 @@ def serve_checked(toy, schedule):
     g = kv.geometry
     view = ScoredPages(KVSpecConfig(), ViewShape(g.num_layers, g.num_kv_heads, 0, g.page_size))
     engine = getattr(toy, schedule)(kv, toy.model, KVSpecConfig(), view=view)
-    checked = CheckedScorer(toy, engine.scorer, asked)
+    checked = CheckedScorer(toy, engine.scorer, asked, view)
     engine.scorer = engine.loop.scorer = checked
     engine.serve(asked)
     return checked
@@ -77,7 +94,9 @@ def serve_checked(toy, schedule):
 
 @pytest.mark.parametrize("schedule", ["Engine", "RoundEngine"])
 def test_the_queries_are_those_of_the_last_verified_tokens(toy, schedule):
-    assert serve_checked(toy, schedule).num_scored > 20
+    checked = serve_checked(toy, schedule)
+    assert checked.num_scored > 20
+    assert checked.num_selected > 5
 
 
 def test_queries_of_rejected_drafts_are_noticed(toy, monkeypatch):
