@@ -31,7 +31,32 @@ def measure(calls: list[Callable[[], object]], replays: int = REPLAYS) -> Timing
     One graph captures the calls in turn, at least LEAST_CALLS in all, so that the launch of the
     graph does not count.
     """
-    calls = calls * -(-LEAST_CALLS // len(calls))
+    return measure_in_turn({"": calls}, replays)[""]
+
+
+def measure_in_turn(
+    candidates: dict[str, list[Callable[[], object]]], replays: int = REPLAYS
+) -> dict[str, Timing]:
+    """Return the times of candidates, each as in measure(). Their replays alternate, so that all
+    see the same clock of the device."""
+    graphs = {}
+    for name, calls in candidates.items():
+        calls = calls * -(-LEAST_CALLS // len(calls))
+        graphs[name] = (_captured(calls), len(calls))
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(replays):
+        for name, (graph, count) in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            seconds[name].append(begin.elapsed_time(end) / 1e3 / count)
+    return {name: _timing(each) for name, each in seconds.items()}
+
+
+def _captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """Return a graph of calls that has run once."""
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm):
@@ -44,14 +69,10 @@ def measure(calls: list[Callable[[], object]], replays: int = REPLAYS) -> Timing
         for call in calls:
             call()
     graph.replay()
-    seconds = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return graph
+
+
+def _timing(seconds: list[float]) -> Timing:
     deciles = statistics.quantiles(seconds, n=10)
     return Timing(statistics.median(seconds), (deciles[8] - deciles[0]) / 2)
 

@@ -30,6 +30,7 @@ KERNELS = (
     "kvspec_kernels.ops.append",
     "kvspec_kernels.ops.page_selection",
     "kvspec_kernels.ops.products",
+    "kvspec_kernels.ops.int4_products",
     "kvspec_kernels.ops.copy_rows",
     "kvspec_kernels.ops.steps",
     "kvspec_kernels.jit.log4",

@@ -1,0 +1,191 @@
+"""Products of a few rows with weights in 4 bits, for draft steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+from kvspec_kernels.jit.int4_products import int4_product_kernel
+from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
+from kvspec_kernels.reference import nibbles
+from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight
+
+# Groups whose codes share a 16-bit word.
+PLANES = 4
+CHUNK = PLANES * GROUP
+# Most rows of a tile. More rows take several tiles, which read the weight once each.
+MOST_ROWS = 64
+# Parts that choose_tile() may cut the sum into, and chunks that each part has at least.
+SPLITS = (1, 2, 4, 8)
+LEAST_CHUNKS = 2
+
+
+class PackedWeight(NamedTuple):
+    """A weight [N, K] for the kernel, with K rounded up to C chunks of CHUNK inputs.
+
+    words: int16 [C, N, GROUP], codes of inputs that lie a group apart, the first group in the
+    lowest bits. affine: int32 [PLANES * C, N], the bits of scale (low half) and of zero (high
+    half). arrived: int32 zeros, one a tile, which each product leaves at zero. So products with one
+    weight must not run at the same time. num_inputs: K.
+    """
+
+    words: torch.Tensor
+    affine: torch.Tensor
+    arrived: torch.Tensor
+    num_inputs: int
+
+    @property
+    def num_columns(self) -> int:
+        return self.words.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Size of a program's output, and the parts that its sum is cut into.
+
+    decoded: weights are rounded to bf16 before the product. Otherwise sums of a group are scaled.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    decoded: bool
+    splits: int = 1
+
+
+# Each by the shared memory and the registers that it takes (Triton 3.6, Hopper), which allow 2 or
+# more programs a multiprocessor, and 1 of 64 rows and 128 columns.
+TILES = (
+    Tile(16, 32, num_warps=4, num_stages=6, decoded=True),
+    Tile(16, 64, num_warps=4, num_stages=4, decoded=True),
+    Tile(16, 64, num_warps=4, num_stages=4, decoded=False),
+    Tile(16, 128, num_warps=8, num_stages=4, decoded=True),
+    Tile(32, 64, num_warps=4, num_stages=4, decoded=True),
+    Tile(32, 128, num_warps=8, num_stages=3, decoded=True),
+    Tile(32, 128, num_warps=8, num_stages=3, decoded=False),
+    Tile(64, 64, num_warps=4, num_stages=3, decoded=True),
+    Tile(64, 128, num_warps=8, num_stages=3, decoded=True),
+    Tile(64, 128, num_warps=8, num_stages=3, decoded=False),
+)
+# What choose_tile() takes, by rows.
+CHOSEN = {16: TILES[1], 32: TILES[4], 64: TILES[8]}
+LEAST_COLUMNS = min(tile.columns for tile in TILES)
+
+
+def repacked(weight: Int4Weight) -> PackedWeight:
+    """Return a weight in the kernel's order, on the same device."""
+    codes = nibbles.unpack(weight.codes)
+    num_columns = len(codes)
+    missing = -codes.shape[1] % CHUNK
+    # Scale and zero of groups that do not exist are zero, and so are their inputs.
+    codes = torch.nn.functional.pad(codes, (0, missing))
+    planes = codes.view(num_columns, -1, PLANES, GROUP).to(torch.int32)
+    words = sum(planes[:, :, plane] << 4 * plane for plane in range(PLANES))
+    assert isinstance(words, torch.Tensor)
+    scale, zero = (
+        torch.nn.functional.pad(part, (0, missing // GROUP)).view(torch.int16).to(torch.int32)
+        for part in (weight.scale.contiguous(), weight.zero.contiguous())
+    )
+    affine = (scale & 0xFFFF) | (zero << 16)
+    arrived = codes.new_zeros(triton.cdiv(num_columns, LEAST_COLUMNS), dtype=torch.int32)
+    return PackedWeight(
+        words.to(torch.int16).transpose(0, 1).contiguous(),
+        affine.t().contiguous(),
+        arrived,
+        weight.num_inputs,
+    )
+
+
+def product(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x @ weight.T + bias, bf16 [M, N], summed in fp32.
+
+    x: bf16 [M, K]. bias: [N]. Allocates the output and partial sums, and does not wait for the
+    device. The bits of a row depend on the number of rows. Raises ValueError for other dtypes and
+    for shapes that do not fit.
+    """
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"x is {x.dtype}, and must be bf16")
+    if x.ndim != 2 or x.shape[1] != weight.num_inputs:
+        raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.num_inputs} inputs")
+    if bias is not None and bias.shape != (weight.num_columns,):
+        raise ValueError(f"bias {list(bias.shape)} does not fit {weight.num_columns} columns")
+    tile = choose_tile(len(x), weight.num_columns, weight.num_inputs, _num_sms(x.device))
+    return multiply(x, weight, bias, tile)
+
+
+def choose_tile(num_rows: int, num_columns: int, num_inputs: int, num_sms: int) -> Tile:
+    """Return the tile for a product."""
+    rows = next((rows for rows in CHOSEN if num_rows <= rows), MOST_ROWS)
+    tile = CHOSEN[rows]
+    if num_rows > MOST_ROWS:
+        return tile
+    blocks = triton.cdiv(num_columns, tile.columns)
+    allowed = [splits for splits in SPLITS if splits * LEAST_CHUNKS * CHUNK <= num_inputs] or [1]
+    enough = [splits for splits in allowed if 2 * blocks * splits >= 3 * num_sms]
+    return split_tile(tile, enough[0] if enough else allowed[-1])
+
+
+def split_tile(tile: Tile, splits: int) -> Tile:
+    """Return a tile with another number of parts."""
+    return Tile(
+        tile.rows, tile.columns, tile.num_warps, tile.num_stages, tile.decoded, splits=splits
+    )
+
+
+def multiply(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, tile: Tile
+) -> torch.Tensor:
+    """As product(), with a given tile and without its checks. A tile with splits takes at most
+    tile.rows rows."""
+    num_rows, num_columns = len(x), weight.num_columns
+    assert tile.splits == 1 or num_rows <= tile.rows, "splits need one block of rows"
+    out = x.new_empty(num_rows, num_columns)
+    if not out.numel():
+        return out
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
+    partial = out
+    if tile.splits > 1:
+        size = (tile.splits, num_tiles, tile.columns, tile.rows)
+        partial = x.new_empty(size, dtype=torch.float32)
+    int4_product_kernel[(num_tiles * tile.splits,)](
+        rows_ptr=x,
+        words_ptr=weight.words,
+        affine_ptr=weight.affine,
+        bias_ptr=out if bias is None else bias,
+        out_ptr=out,
+        partial_ptr=partial,
+        arrived_ptr=weight.arrived,
+        num_rows=num_rows,
+        num_columns=num_columns,
+        depth=weight.num_inputs,
+        num_chunks=len(weight.words),
+        num_splits=tile.splits,
+        stride_rows=x.stride(0),
+        HAS_BIAS=bias is not None,
+        WHOLE_DEPTH=weight.num_inputs % CHUNK == 0,
+        SPLIT=tile.splits > 1,
+        DECODED=tile.decoded,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DTYPE=TRITON_DTYPES[x.dtype],
+        INTERPRET=INTERPRETED,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,185 @@
+"""Products with weights in 4 bits: right on every tile, with any number of parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvspec_kernels.ops import int4_products
+from kvspec_kernels.ops.int4_products import (
+    CHUNK,
+    MOST_ROWS,
+    SPLITS,
+    TILES,
+    Tile,
+    choose_tile,
+    multiply,
+    product,
+    repacked,
+    split_tile,
+)
+from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight, decode, round_to_nearest
+
+BF16 = torch.bfloat16
+# Columns and inputs: less than a tile and a group, whole tiles and chunks, ends inside each.
+SHAPES = [(40, 24), (64, CHUNK), (72, 100), (130, 2 * CHUNK + 72), (24, 5 * CHUNK)]
+
+
+def draw(num_rows, num_columns, num_inputs, device):
+    """Return rows, a weight and a bias. Groups differ in scale and zero by more than rounding."""
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_columns, num_inputs, generator=rng)
+    groups = torch.arange(num_inputs) // GROUP
+    weight = weight * (1.0 + groups) + 0.5 * (groups % 3)
+    x = torch.randn(num_rows, num_inputs, generator=rng) + 0.25
+    bias = torch.randn(num_columns, generator=rng)
+    encoded = round_to_nearest(weight)
+    moved = Int4Weight(*(part.to(device) for part in encoded[:3]), encoded.num_inputs)
+    return x.to(BF16).to(device), moved, bias.to(BF16).to(device)
+
+
+def limit_of(x, weight, bias, expected, decoded):
+    """Return how far a product may be from the exact one.
+
+    Sums of K terms in fp32 are within K 2^-23 of the sum of the terms' sizes, also where the
+    matrix instruction cuts off instead of rounding. Scaled sums have terms x (128 + u) s and
+    x (z - 128 s), up to |x| (271 s + |z|). Decoded weights are within 2^-8 of their size. The
+    result is rounded to bf16 once, by up to 2^-8 of its size.
+    """
+    size = x.abs().double()
+    scale, zero = (
+        part.double().repeat_interleave(GROUP, 1)[:, : weight.num_inputs]
+        for part in (weight.scale, weight.zero)
+    )
+    terms = size @ (271 * scale + zero.abs()).t() + bias.abs().double()
+    limit = terms * (weight.num_inputs + 8) * 2**-23 + expected.abs() * 2**-8
+    if decoded:
+        limit += size @ decode(weight).abs().double().t() * 2**-8
+    return limit
+
+
+def assert_product(out, x, weight, bias=None, decoded=True):
+    x, out = x.cpu(), out.cpu()
+    weight = Int4Weight(*(part.cpu() for part in weight[:3]), weight.num_inputs)
+    added = torch.zeros(len(weight.codes)) if bias is None else bias.cpu()
+    assert out.shape == (len(x), len(weight.codes))
+    assert out.dtype == BF16
+    expected = x.double() @ decode(weight).double().t() + added.double()
+    limit = limit_of(x, weight, added, expected, decoded)
+    error = (out.double() - expected).abs()
+    assert bool((error <= limit).all()), float((error - limit).max())
+
+
+def name_of(tile: Tile) -> str:
+    return f"{tile.rows}x{tile.columns}{'' if tile.decoded else '-scaled'}"
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("tile", TILES, ids=name_of)
+def test_every_tile_equals_the_reference(tile, splits, device):
+    num_rows = tile.rows - 3
+    x, weight, bias = draw(num_rows, 136, 3 * CHUNK + 72, device)
+    packed = repacked(weight)
+    for added in (None, bias):
+        out = multiply(x, packed, added, split_tile(tile, splits))
+        assert_product(out, x, weight, added, tile.decoded)
+    assert not packed.arrived.any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 33, 64, 70])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_equal_the_reference(shape, num_rows, device):
+    x, weight, bias = draw(num_rows, *shape, device)
+    assert_product(product(x, repacked(weight), bias), x, weight, bias)
+
+
+def test_scaled_sums_are_as_precise_as_fp32(device):
+    """Take away what rounding to bf16 hides: results near zero."""
+    x, weight, _ = draw(16, 64, 2 * CHUNK, device)
+    x[:, CHUNK:] = -x[:, :CHUNK]
+    twice = Int4Weight(
+        weight.codes[:, : CHUNK // 2].repeat(1, 2),
+        weight.scale[:, : CHUNK // GROUP].repeat(1, 2),
+        weight.zero[:, : CHUNK // GROUP].repeat(1, 2),
+        weight.num_inputs,
+    )
+    tile = next(tile for tile in TILES if not tile.decoded)
+    out = multiply(x, repacked(twice), None, tile)
+    assert_product(out, x, twice, decoded=False)
+
+
+@pytest.mark.parametrize("part", ["scale", "zero", "codes"])
+def test_groups_that_are_swapped_are_found(part, device):
+    """Swap two groups of a chunk in the packed weight: the comparison must fail."""
+    x, weight, _ = draw(3, 40, CHUNK, device)
+    values = getattr(weight, part).clone()
+    groups = values.view(len(values), CHUNK // GROUP, -1)
+    groups[:, [1, 2]] = groups[:, [2, 1]]
+    out = product(x, repacked(weight._replace(**{part: values})))
+    with pytest.raises(AssertionError):
+        assert_product(out, x, weight)
+
+
+def test_parts_may_outnumber_chunks(device):
+    x, weight, _ = draw(3, 40, CHUNK, device)
+    assert_product(multiply(x, repacked(weight), None, split_tile(TILES[0], 8)), x, weight)
+
+
+def test_no_rows(device):
+    x, weight, bias = draw(0, 40, 100, device)
+    assert product(x, repacked(weight), bias).shape == (0, 40)
+
+
+def test_rows_of_any_layout(device):
+    x, weight, _ = draw(16, 40, 136, device)
+    packed = repacked(weight)
+    for moved in (x.t().contiguous().t(), torch.nn.functional.pad(x, (1, 0))[:, 1:]):
+        assert not moved.is_contiguous()
+        assert torch.equal(product(moved, packed), product(x, packed))
+
+
+def test_shapes_and_dtypes_that_do_not_fit_are_refused():
+    x, weight, bias = draw(3, 40, 136, "cpu")
+    packed = repacked(weight)
+    with pytest.raises(ValueError, match="must be bf16"):
+        product(x.half(), packed)
+    with pytest.raises(ValueError, match=r"x \[3, 128\] does not fit a weight of 136 inputs"):
+        product(x[:, :128], packed)
+    with pytest.raises(ValueError, match=r"bias \[39\] does not fit 40 columns"):
+        product(x, packed, bias[:39])
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65, 1000])
+@pytest.mark.parametrize(("num_columns", "num_inputs"), [(4096, 4096), (28672, 4096), (40, 24)])
+def test_chosen_tiles_fit(num_rows, num_columns, num_inputs):
+    tile = choose_tile(num_rows, num_columns, num_inputs, 132)
+    assert tile.splits in SPLITS
+    assert tile.rows >= min(num_rows, MOST_ROWS)
+    assert tile.splits == 1 or num_rows <= MOST_ROWS
+    assert tile.splits * CHUNK <= max(num_inputs, CHUNK)
+
+
+def test_a_weight_takes_as_many_bytes_as_before():
+    _, weight, _ = draw(1, 64, CHUNK, "cpu")
+    packed = repacked(weight)
+    assert packed.words.nbytes + packed.affine.nbytes == weight.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 48])
+def test_graphs_replay_products(num_rows, device):
+    x, weight, bias = draw(num_rows, 4096, 4096, device)
+    packed = repacked(weight)
+    tile = choose_tile(num_rows, 4096, 4096, int4_products._num_sms(device))
+    assert tile.splits > 1
+    product(x, packed, bias)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product(x, packed, bias)
+    for _ in range(20):
+        out.fill_(float("nan"))
+        x.mul_(-1)
+        graph.replay()
+        assert_product(out, x, weight, bias)
+    assert torch.equal(out, product(x, packed, bias))
