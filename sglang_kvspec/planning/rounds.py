@@ -15,6 +15,10 @@ MAX_ITERATIONS = 16
 # free there.
 CHEAPER = (0.5, 0.25, 0.0)
 
+# No round takes less. Costs that are fitted to measured times may all be 0, and rates are tokens by
+# seconds.
+LEAST_S = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class RoundCost:
@@ -41,7 +45,7 @@ class RoundCost:
         requests that verify, all unless given; together they verify as many drafts as were made."""
         drafted: float = sum(draft_lens)
         if not drafted and self.plain is not None:
-            return self.plain * (self.step + self.request * len(draft_lens))
+            return max(self.plain * (self.step + self.request * len(draft_lens)), LEAST_S)
         num_verify = len(draft_lens) if num_verify is None else num_verify
         steps = max(draft_lens, default=0) + 1
         if self.piggyback:
@@ -49,7 +53,7 @@ class RoundCost:
         verified = drafted + num_verify
         requests = self.request * num_verify
         seconds = self.step * steps + self.row * drafted + requests + self.token * verified
-        return max(seconds, self.enqueue) + self.between
+        return max(seconds, self.enqueue, LEAST_S) + self.between
 
 
 @dataclass(frozen=True, slots=True)

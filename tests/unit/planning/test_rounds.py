@@ -172,3 +172,11 @@ def test_an_empty_batch():
     cost = RoundCost(4.0, 0.3, 0.6, 0.02)
     assert plan_round([], cost) == []
     assert cost.seconds([]) == 4.0
+
+
+@pytest.mark.parametrize("plain", [None, 1.0])
+def test_costs_that_are_all_zero_can_be_planned_with(plain):
+    """Measured times may say so, and a server must not end for it."""
+    free = RoundCost(step=0.0, row=0.0, request=0.0, token=0.0, plain=plain)
+    requests = [RoundRequest(0.9, 8), RoundRequest(0.5, 3)]
+    assert all(0 <= n <= r.room for n, r in zip(plan_round(requests, free), requests, strict=True))
