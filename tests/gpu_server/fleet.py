@@ -205,7 +205,7 @@ class Fleet:
         tiers = (HOST, disk, *shared, "--kvspec-prefix-publish-gbps=10")
         return {
             "off": Spec(("--kvspec-draft-len=0",)),
-            "exact": Spec(),
+            "exact": Spec((ALWAYS_DRAFTS,)),
             "pages": Spec((*PAGES, f"--max-running-requests={MANY_RUNNING}")),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
