@@ -15,8 +15,8 @@ MAX_ITERATIONS = 16
 # free there.
 CHEAPER = (0.5, 0.25, 0.0)
 
-# No round takes less. Costs that are fitted to measured times may all be 0, and rates are tokens by
-# seconds.
+# No round takes less. A fit may say that a step takes no time, and where all requests wait for
+# residuals, a plan has no other costs.
 LEAST_S = 1e-9
 
 

@@ -180,3 +180,4 @@ def test_costs_that_are_all_zero_can_be_planned_with(plain):
     free = RoundCost(step=0.0, row=0.0, request=0.0, token=0.0, plain=plain)
     requests = [RoundRequest(0.9, 8), RoundRequest(0.5, 3)]
     assert all(0 <= n <= r.room for n, r in zip(plan_round(requests, free), requests, strict=True))
+    assert plan_round([], free) == []
