@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.runtime.draft_counts import DraftCounts
@@ -68,26 +69,6 @@ class SpecCounters:
             self.kept_anchors[tier] += num_tokens
 
     @property
-    def draft_context(self) -> int:
-        return self.drafts.context
-
-    @property
-    def draft_reads(self) -> int:
-        return self.drafts.read
-
-    @property
-    def draft_mass(self) -> float:
-        return self.drafts.mass
-
-    @property
-    def drafts_weighed(self) -> int:
-        return self.drafts.weighed
-
-    @property
-    def selection_s(self) -> float:
-        return self.drafts.selection_s
-
-    @property
     def rejected(self) -> int:
         """Number of drafts that were verified and rejected."""
         return self.drafted - self.accepted
@@ -119,6 +100,7 @@ class MetricsExporter:
         def counter(name: str, text: str, *labels: str) -> PromCounter:
             return PromCounter(f"sglang:kvspec_{name}", text, [*label, *labels])
 
+        # By the field of SpecCounters that each exports.
         self._counters = {
             "drafted": counter("drafted_tokens", "Draft tokens verified"),
             "accepted": counter("accepted_tokens", "Draft tokens accepted"),
@@ -127,17 +109,17 @@ class MetricsExporter:
             "waits": counter(
                 "verification_wait_iterations", "Iterations spent waiting for residuals"
             ),
-            "draft_context": counter(
+            "drafts.context": counter(
                 "draft_context_tokens", "Tokens of context of drafts, summed over drafts"
             ),
-            "draft_reads": counter("draft_read_tokens", "Tokens of context that drafts read"),
-            "drafts_weighed": counter(
+            "drafts.read": counter("draft_read_tokens", "Tokens of context that drafts read"),
+            "drafts.weighed": counter(
                 "drafts_weighed", "Verified drafts whose share of the attention mass is known"
             ),
-            "draft_mass": counter(
+            "drafts.mass": counter(
                 "draft_attention_mass", "Attention mass that these drafts read, 1 for all of it"
             ),
-            "selection_s": counter(
+            "drafts.selection_s": counter(
                 "page_selection_seconds", "Seconds of scoring and selecting pages for drafts"
             ),
         }
@@ -192,8 +174,8 @@ class MetricsExporter:
         """Export what happened since the last call."""
         name = self._model_name
         for field_name, metric in self._counters.items():
-            now, before = getattr(counters, field_name), getattr(self._last, field_name)
-            metric.labels(name).inc(now - before)
+            value_of = attrgetter(field_name)
+            metric.labels(name).inc(value_of(counters) - value_of(self._last))
         for accept_len, count in counters.accept_histogram.items():
             for _ in range(count - self._last.accept_histogram[accept_len]):
                 self._accept_len.labels(name).observe(accept_len)

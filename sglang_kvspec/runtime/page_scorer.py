@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from kvspec_kernels.reference.page_selection import page_mass, updated_mass
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
@@ -72,15 +73,14 @@ class ReferenceScorer:
             self._score(committed)
 
     def mass_read(self, state: RequestState) -> float | None:
-        seen = self._view.select(state, state.committed_len // self._kv.geometry.page_size)
-        if seen is None or state.page_mass is None:
+        num_pages = state.committed_len // self._kv.geometry.page_size
+        seen, mass = self._view.select(state, num_pages), state.page_mass
+        if seen is None or mass is None:
             return None
-        unread = state.page_mass.clone()
-        # Pages behind those that are scored are read, and have no mass.
-        lists = seen.expand(*unread.shape[:2], -1)
-        for mass, pages in zip(unread.flatten(0, 1), lists.flatten(0, 1), strict=True):
-            mass[pages[pages < state.num_scored]] = 0
-        return 1 - float(unread.sum(-1).mean())
+        # Pages behind those that are scored have no mass.
+        known = F.pad(mass, (0, num_pages - state.num_scored))
+        read = known.gather(-1, seen.expand(*mass.shape[:2], -1))
+        return 1 - float((mass.sum(-1) - read.sum(-1)).mean())
 
     def _score(self, committed: Iterable[tuple[int, RequestState, torch.Tensor]]) -> None:
         size, most = self._kv.geometry.page_size, self._queries.most

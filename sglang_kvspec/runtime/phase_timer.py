@@ -8,14 +8,17 @@ from collections import deque
 
 import torch
 
+# A moment: on a GPU an event of the current stream.
+Mark = float | torch.cuda.Event
+
 
 class PhaseTimer:
     """Timer that sets marks on the device's stream. Nothing waits for the marks before
     seconds()."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
+        self._device = device
+        self._marks: list[Mark] = []
 
     def start(self) -> None:
         """Set the first mark, and forget the marks of an iteration that failed."""
@@ -23,22 +26,15 @@ class PhaseTimer:
         self.mark()
 
     def mark(self) -> None:
-        if not self._on_device:
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append(event)
+        self._marks.append(_mark_now(self._device))
 
     def seconds(self) -> list[float]:
         """Return the seconds between every two marks since the last call. Waits until the device
         has reached the marks."""
         marks, self._marks = self._marks, []
-        if not self._on_device:
-            return [b - a for a, b in itertools.pairwise(marks)]  # type: ignore[operator]
-        marks[-1].synchronize()  # type: ignore[union-attr]
-        pairs = itertools.pairwise(marks)
-        return [a.elapsed_time(b) / 1e3 for a, b in pairs]  # type: ignore[union-attr,arg-type]
+        if self._device.type == "cuda":
+            marks[-1].synchronize()  # type: ignore[union-attr]
+        return [_seconds_between(begin, end) for begin, end in itertools.pairwise(marks)]
 
 
 class TotalTimer:
@@ -47,35 +43,37 @@ class TotalTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seconds = device, 0.0
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._begin: float | torch.cuda.Event = 0.0
+        self._pending: deque[tuple[Mark, Mark]] = deque()
+        self._begin: Mark = 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds of all phases that are over."""
-        while self._pending:
-            begin, end = self._pending[0]
-            if not end.query():  # type: ignore[no-untyped-call]
-                break
-            self._pending.popleft()
-            self._seconds += begin.elapsed_time(end) / 1e3
+        while self._pending and _is_past(self._pending[0][1]):
+            self._seconds += _seconds_between(*self._pending.popleft())
         return self._seconds
 
     def __enter__(self) -> None:
-        self._begin = self._now()
+        self._begin = _mark_now(self._device)
 
     def __exit__(self, *error: object) -> None:
-        begin, end = self._begin, self._now()
-        if isinstance(begin, float):
-            assert isinstance(end, float)
-            self._seconds += end - begin
-        else:
-            assert not isinstance(end, float)
-            self._pending.append((begin, end))
+        self._pending.append((self._begin, _mark_now(self._device)))
 
-    def _now(self) -> float | torch.cuda.Event:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+
+def _mark_now(device: torch.device) -> Mark:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _is_past(mark: Mark) -> bool:
+    return isinstance(mark, float) or bool(mark.query())  # type: ignore[no-untyped-call]
+
+
+def _seconds_between(begin: Mark, end: Mark) -> float:
+    """Return the seconds from a mark to a later one, both past."""
+    if isinstance(begin, float):
+        return end - begin  # type: ignore[operator]
+    return float(begin.elapsed_time(end)) / 1e3  # type: ignore[arg-type]

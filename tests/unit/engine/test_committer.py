@@ -146,7 +146,7 @@ def test_what_drafts_read_is_counted_by_request_and_in_all():
         "mass": 0.5,
         "by_budget": {"0.1": of_few, "1.0": of_every},
     }
-    assert commits.counters.draft_reads == 2 * NUM_DRAFTS * 6
+    assert commits.counters.drafts.read == 2 * NUM_DRAFTS * 6
 
 
 def test_each_verification_counts_the_selections_since_the_last():
