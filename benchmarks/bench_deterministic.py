@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from acceptance.report import Figure, write_json
 from attention.deterministic_runs import DeterministicRuns
-from attention.shapes import MAIN
+from attention.shapes import MAIN, WEIGHTS
 from attention.timing import Timing, copy_bandwidth, measure, time_figure
 from rich.console import Console
 from sglang.srt.batch_invariant_ops import batch_invariant_ops
@@ -27,13 +27,6 @@ from sglang.srt.batch_invariant_ops import batch_invariant_ops
 from kvspec_kernels.ops import products
 
 ROOT = Path(__file__).resolve().parents[1]
-# [N, K] of the weights of a layer.
-WEIGHTS = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-}
 # One step of one request and of 16; verifications of 8 and 16 requests; parts of prompts.
 ROWS = (1, 16, 64, 104, 208, 336, 1024, 8192)
 COPIES = 4

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from acceptance.report import Figure, write_json
 from attention.kvspec_runs import CODECS, draft_calls
-from attention.shapes import HEAD_DIM, KV_HEADS, MAIN, PAGE_SIZE
+from attention.shapes import HEAD_DIM, KV_HEADS, MAIN, PAGE_SIZE, WEIGHTS
 from rich.console import Console
 
 from sglang_kvspec.kv.copy_streams import make_copy_streams
@@ -27,8 +27,6 @@ from sglang_kvspec.kv.record_pool import RecordPool
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 32
-# Input and output sizes of an 8B model's matrix products: attention in and out, two of the MLP.
-PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 RESIDUAL_BYTES = 2 * PAGE_SIZE * HEAD_DIM * 2
 STORE_PAGES, CACHE_PAGES = 512, 256
 STEPS, ROUNDS = 20, 9
@@ -89,8 +87,9 @@ def main() -> None:
 def draft_step(codec: str) -> Callable[[], None]:
     """Return a function that replays one draft step of all layers."""
     attend = draft_calls(CODECS[codec], MAIN)
-    weights = [torch.randn(size, device="cuda").bfloat16() for size in PRODUCTS]
-    rows = [torch.randn(MAIN.batch, size[0], device="cuda").bfloat16() for size in PRODUCTS]
+    sizes = [(depth, num_columns) for num_columns, depth in WEIGHTS.values()]
+    weights = [torch.randn(size, device="cuda").bfloat16() for size in sizes]
+    rows = [torch.randn(MAIN.batch, size[0], device="cuda").bfloat16() for size in sizes]
 
     def step() -> None:
         for layer in range(LAYERS):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from acceptance.report import Figure, write_json
+from attention.shapes import WEIGHTS
 from attention.timing import Timing, measure_in_turn, time_figure
 from int4_products import marlin_runs
 from rich.console import Console
 
 from kvspec_kernels.ops import int4_products
-from kvspec_kernels.ops.int4_products import CHUNK, LEAST_CHUNKS, SPLITS, TILES, Tile
+from kvspec_kernels.ops.device import num_multiprocessors
+from kvspec_kernels.ops.int4_products import TILES, Tile, allowed_splits
 from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight, decode
 
 ROOT = Path(__file__).resolve().parents[1]
-# [N, K] of the weights of a layer.
-WEIGHTS = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-}
 ROWS = (1, 4, 8, 16, 32, 48, 64)
 QUICK_ROWS = (1, 16, 48)
 # Bytes of the copies of one weight, six times the L2 cache of an H100.
@@ -152,7 +148,7 @@ def time_product(
         for each, given in marlin.items():
             one = given.call(x)
             if is_right(runs, f"marlin_{each}.{name}.m{count}", one, x, given.value):
-                more = range(-(-ROTATED // weight.nbytes) - 1)
+                more = range(1, num_copies(weight.nbytes))
                 candidates[f"marlin_{each}"] = [one, *(given.call(x) for _ in more)]
         replays = QUICK_REPLAYS if args.quick else REPLAYS
         try:
@@ -169,17 +165,16 @@ def time_product(
 
 def tiles_for(x: torch.Tensor, packed: int4_products.PackedWeight) -> tuple[Tile, list[Tile]]:
     """Return the tile that the product chooses, and all with a number of rows that fits."""
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    num_sms = num_multiprocessors(x.device)
     sizes = (len(x), packed.num_columns, packed.num_inputs)
     chosen = int4_products.choose_tile(*sizes, num_sms)
     tiles = [chosen]
     for tile in TILES:
-        for splits in SPLITS:
+        for splits in allowed_splits(packed.num_inputs):
             programs = -(-packed.num_columns // tile.columns) * splits
-            small = splits * LEAST_CHUNKS * CHUNK > packed.num_inputs
-            if tile.rows != chosen.rows or small or programs > MOST_PROGRAMS * num_sms:
+            if tile.rows != chosen.rows or programs > MOST_PROGRAMS * num_sms:
                 continue
-            candidate = int4_products.split_tile(tile, splits)
+            candidate = replace(tile, splits=splits)
             if candidate != chosen:
                 tiles.append(candidate)
     return chosen, tiles
@@ -252,7 +247,12 @@ def copied(packed: int4_products.PackedWeight) -> int4_products.PackedWeight:
 
 def copies_of(first: Any, copy: Callable[[Any], Any], nbytes: int) -> list[Any]:
     """Return copies of a weight, ROTATED bytes in all."""
-    return [first, *(copy(first) for _ in range(-(-ROTATED // nbytes) - 1))]
+    return [first, *(copy(first) for _ in range(1, num_copies(nbytes)))]
+
+
+def num_copies(nbytes: int) -> int:
+    """Return how many weights of this size have ROTATED bytes in all."""
+    return -(-ROTATED // nbytes)
 
 
 if __name__ == "__main__":

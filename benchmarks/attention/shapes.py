@@ -1,4 +1,4 @@
-"""Attention problems to time: Llama-8B geometry, page 64."""
+"""Problems to time, of Llama-8B geometry: attention over pages of 64 tokens, and weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from dataclasses import dataclass
 import torch
 
 QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 64
+# [N, K] of the weights of a layer.
+WEIGHTS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+}
 # Several times the size of the L2 cache, so that no call finds its input there.
 ROTATED_BYTES = 2**29
 MOST_BYTES = 48 * 2**30

@@ -24,6 +24,7 @@ from kvspec_kernels.codecs.spec import CodecSpec
 from kvspec_kernels.formats import Target
 from kvspec_kernels.ops.attention_plan import Arithmetic, AttentionPlan, Records, Source, Tail
 from kvspec_kernels.ops.cuda_attention import CudaAttention
+from kvspec_kernels.ops.device import num_multiprocessors
 from kvspec_kernels.ops.triton_attention import TritonAttention
 
 __all__ = ["DraftAttention", "Tail", "VerifyAttention", "workspace_nbytes"]
@@ -327,8 +328,7 @@ def _make_plan(
 ) -> AttentionPlan:
     device = indptr.device
     if num_sms is None:
-        on_gpu = device.type == "cuda"
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+        num_sms = num_multiprocessors(device)
     return AttentionPlan(
         indptr=indptr,
         indices=indices,

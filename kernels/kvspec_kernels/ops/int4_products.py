@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import triton
 
 from kvspec_kernels.jit.int4_products import int4_product_kernel
+from kvspec_kernels.ops.device import num_multiprocessors
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 from kvspec_kernels.reference import nibbles
 from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight
@@ -72,7 +72,7 @@ TILES = (
     Tile(64, 128, num_warps=8, num_stages=3, decoded=True),
     Tile(64, 128, num_warps=8, num_stages=3, decoded=False),
 )
-# What choose_tile() takes, by rows.
+# Tiles that choose_tile() takes, by rows.
 CHOSEN = {16: TILES[1], 32: TILES[4], 64: TILES[8]}
 LEAST_COLUMNS = min(tile.columns for tile in TILES)
 
@@ -116,7 +116,8 @@ def product(
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.num_inputs} inputs")
     if bias is not None and bias.shape != (weight.num_columns,):
         raise ValueError(f"bias {list(bias.shape)} does not fit {weight.num_columns} columns")
-    tile = choose_tile(len(x), weight.num_columns, weight.num_inputs, _num_sms(x.device))
+    num_sms = num_multiprocessors(x.device)
+    tile = choose_tile(len(x), weight.num_columns, weight.num_inputs, num_sms)
     return multiply(x, weight, bias, tile)
 
 
@@ -127,23 +128,23 @@ def choose_tile(num_rows: int, num_columns: int, num_inputs: int, num_sms: int) 
     if num_rows > MOST_ROWS:
         return tile
     blocks = triton.cdiv(num_columns, tile.columns)
-    allowed = [splits for splits in SPLITS if splits * LEAST_CHUNKS * CHUNK <= num_inputs] or [1]
+    allowed = allowed_splits(num_inputs)
     enough = [splits for splits in allowed if 2 * blocks * splits >= 3 * num_sms]
-    return split_tile(tile, enough[0] if enough else allowed[-1])
+    return replace(tile, splits=enough[0] if enough else allowed[-1])
 
 
-def split_tile(tile: Tile, splits: int) -> Tile:
-    """Return a tile with another number of parts."""
-    return Tile(
-        tile.rows, tile.columns, tile.num_warps, tile.num_stages, tile.decoded, splits=splits
-    )
+def allowed_splits(num_inputs: int) -> list[int]:
+    """Return the parts that a sum may be cut into: whole, or parts of LEAST_CHUNKS chunks."""
+    return [
+        splits for splits in SPLITS if splits == 1 or splits * LEAST_CHUNKS * CHUNK <= num_inputs
+    ]
 
 
 def multiply(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, tile: Tile
 ) -> torch.Tensor:
-    """As product(), with a given tile and without its checks. A tile with splits takes at most
-    tile.rows rows."""
+    """Multiply as product() does, with a given tile and without its checks. A tile with splits
+    takes at most tile.rows rows."""
     num_rows, num_columns = len(x), weight.num_columns
     assert tile.splits == 1 or num_rows <= tile.rows, "splits need one block of rows"
     out = x.new_empty(num_rows, num_columns)
@@ -182,10 +183,3 @@ def multiply(
         num_stages=tile.num_stages,
     )
     return out
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -8,7 +8,6 @@ which adds depth after depth. So all tiles give the same bits. equal_tiles() ask
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvspec_kernels.jit.products import product_kernel, wide_product_kernel
+from kvspec_kernels.ops.device import num_multiprocessors
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 
 # Blocks of rows that read the same columns, one after the other.
@@ -89,7 +89,7 @@ def product(
         raise ValueError(f"rows {list(rows.shape)} do not fit the weight {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)} does not fit the weight {list(weight.shape)}")
-    tile = choose_tile(len(rows), len(weight), _num_sms(rows.device))
+    tile = choose_tile(len(rows), len(weight), num_multiprocessors(rows.device))
     return multiply(rows, weight, bias, tile)
 
 
@@ -146,7 +146,7 @@ def multiply(
         "num_stages": tile.num_stages,
     }
     if tile.bulk:
-        programs = _num_sms(rows.device)
+        programs = num_multiprocessors(rows.device)
         wide_product_kernel[(min(num_tiles, programs),)](
             rows_desc=_described(rows, tile.rows, tile.depth),
             weight_desc=_described(weight, tile.columns, tile.depth),
@@ -172,10 +172,3 @@ def _described(matrix: torch.Tensor, rows: int, depth: int) -> TensorDescriptor:
 def _is_aligned(matrix: torch.Tensor) -> bool:
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.data_ptr() % ALIGNMENT == 0 and row_bytes % ALIGNMENT == 0
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

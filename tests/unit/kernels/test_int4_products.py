@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kvspec_kernels.ops import int4_products
+from kvspec_kernels.ops.device import num_multiprocessors
 from kvspec_kernels.ops.int4_products import (
     CHUNK,
     MOST_ROWS,
@@ -16,13 +18,24 @@ from kvspec_kernels.ops.int4_products import (
     multiply,
     product,
     repacked,
-    split_tile,
 )
 from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight, decode, round_to_nearest
 
 BF16 = torch.bfloat16
 # Columns and inputs: less than a tile and a group, whole tiles and chunks, ends inside each.
 SHAPES = [(40, 24), (64, CHUNK), (72, 100), (130, 2 * CHUNK + 72), (24, 5 * CHUNK)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Allocate results and partial sums as NaN, so that none is read before it is written."""
+    plain = torch.Tensor.new_empty
+
+    def new_nans(tensor, *size, **options):
+        empty = plain(tensor, *size, **options)
+        return empty.fill_(float("nan")) if empty.is_floating_point() else empty
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_nans)
 
 
 def draw(num_rows, num_columns, num_inputs, device):
@@ -81,7 +94,7 @@ def test_every_tile_equals_the_reference(tile, splits, device):
     x, weight, bias = draw(num_rows, 136, 3 * CHUNK + 72, device)
     packed = repacked(weight)
     for added in (None, bias):
-        out = multiply(x, packed, added, split_tile(tile, splits))
+        out = multiply(x, packed, added, replace(tile, splits=splits))
         assert_product(out, x, weight, added, tile.decoded)
     assert not packed.arrived.any()
 
@@ -122,7 +135,7 @@ def test_groups_that_are_swapped_are_found(part, device):
 
 def test_parts_may_outnumber_chunks(device):
     x, weight, _ = draw(3, 40, CHUNK, device)
-    assert_product(multiply(x, repacked(weight), None, split_tile(TILES[0], 8)), x, weight)
+    assert_product(multiply(x, repacked(weight), None, replace(TILES[0], splits=8)), x, weight)
 
 
 def test_no_rows(device):
@@ -170,7 +183,7 @@ def test_a_weight_takes_as_many_bytes_as_before():
 def test_graphs_replay_products(num_rows, device):
     x, weight, bias = draw(num_rows, 4096, 4096, device)
     packed = repacked(weight)
-    tile = choose_tile(num_rows, 4096, 4096, int4_products._num_sms(device))
+    tile = choose_tile(num_rows, 4096, 4096, num_multiprocessors(device))
     assert tile.splits > 1
     product(x, packed, bias)
     torch.cuda.synchronize()
