@@ -1,7 +1,7 @@
 """Time products of a few rows with weights in 4 bits on one GPU, against bf16 and against SGLang's
 Marlin: the four products of a layer of the 8B shape.
 
-usage: python benchmarks/bench_int4_products.py [--quick] [--commit COMMIT] [--out PATH]
+usage: python benchmarks/bench_int4_products.py [--quick] [--without-marlin] [--out PATH]
 
 w4.triton: the tile that the product chooses. w4.triton_best: the fastest of all tiles and splits
 for each product. w4.marlin: the faster of its two types. w4.products: the faster of w4.triton and
@@ -68,19 +68,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=default)
     parser.add_argument("--commit", help="commit to record (default: what git reports)")
     parser.add_argument("--quick", action="store_true", help="fewer rows and replays")
+    parser.add_argument(
+        "--without-marlin", action="store_true", help="do not compile Marlin, which takes minutes"
+    )
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     all_rows = QUICK_ROWS if args.quick else ROWS
     runs, figures = Runs(), []
-    try:
-        seconds = marlin_runs.first_use_seconds(random_weight(256, 256))
-        console.print(f"Marlin's first use: {seconds:.1f} s")
-        figures.append(Figure("w4.marlin.first_use_seconds", seconds, "seconds"))
-        types = marlin_runs.TYPES
-    except Exception as error:
-        runs.fail("marlin", repr(error))
-        types = ()
+    types: tuple[str, ...] = ()
+    if not args.without_marlin:
+        try:
+            seconds = marlin_runs.first_use_seconds(random_weight(256, 256))
+            console.print(f"Marlin's first use: {seconds:.1f} s")
+            figures.append(Figure("w4.marlin.first_use_seconds", seconds, "seconds"))
+            types = marlin_runs.TYPES
+        except Exception as error:
+            runs.fail("marlin", repr(error))
     begin = time.perf_counter()
     for name, (num_columns, num_inputs) in WEIGHTS.items():
         try:
