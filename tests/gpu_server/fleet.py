@@ -58,11 +58,8 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
 SHARED_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 HOST = "--kvspec-prefix-host-gb=1"
 WAIT = "--kvspec-prefix-wait-ms=20000"
-# Prefill and decode server by name: flags of both.
-PAIRS = {
-    "pair": ("--kvspec-host-gb=0",),
-    "hosted pair": (HOSTED, *PAGES),
-}
+# Pairs of a prefill and a decode server.
+PAIRS = ("pair", "hosted pair")
 # So slow a link that residuals arrive after several drafts.
 LINK_GBPS = {True: 0.03, False: 0.006}
 
@@ -101,7 +98,8 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Flags of a server besides those of all. pool_tokens: None for the large pool."""
+    """Flags of a server, or of both servers of a pair, besides those of all. pool_tokens: None for
+    the large pool."""
 
     arguments: tuple[str, ...] = ()
     pool_tokens: int | None = None
@@ -154,7 +152,8 @@ class Fleet:
         healthy."""
         begin = time.monotonic()
         self.launch(*names)
-        new = [name for name in names if name not in self._healthy]
+        # A health check generates a token, so each server is asked once.
+        new = [name for name in dict.fromkeys(names) if name not in self._healthy]
         for name in new:
             (self._pairs.get(name) or self._servers[name]).wait_healthy(START_TIMEOUT_S)
             self._healthy.add(name)
@@ -178,21 +177,23 @@ class Fleet:
     def _make(self, name: str) -> LiveServer:
         spec = self._specs[name]
         return LiveServer(
-            self._arguments(spec.pool_tokens or self.room.large, spec.arguments),
+            self._arguments(spec),
             log_path=self.logs / f"{name}.log",
             environment={**self.environment, **spec.environment},
         )
 
     def _make_pair(self, name: str) -> ServerPair:
+        spec = self._specs[name]
         return ServerPair(
-            self._arguments(self.room.large, PAIRS[name]),
+            self._arguments(spec),
             log_folder=self.logs / name,
             prefill=(f"--kvspec-link-gbps={LINK_GBPS[self.platform.on_gpu]}",),
-            environment=self.environment,
+            environment={**self.environment, **spec.environment},
         )
 
-    def _arguments(self, pool_tokens: int, own: tuple[str, ...]) -> list[str]:
-        return [*self.platform.arguments, f"--max-total-tokens={pool_tokens}", *own]
+    def _arguments(self, spec: Spec) -> list[str]:
+        pool_tokens = spec.pool_tokens or self.room.large
+        return [*self.platform.arguments, f"--max-total-tokens={pool_tokens}", *spec.arguments]
 
     def _all_specs(self, prefix_server: str) -> dict[str, Spec]:
         faults = {"PYTHONPATH": f"{FAULTS}:{self.environment['PYTHONPATH']}"}
@@ -219,6 +220,8 @@ class Fleet:
             "early": Spec((*slow, *PAGES)),
             "kept": Spec((*KEPT, self._own_disk("kept"), *PAGES), small),
             "kept hosted": Spec((*KEPT, HOSTED, self._own_disk("hosted")), small, small_cache),
+            "pair": Spec(("--kvspec-host-gb=0",)),
+            "hosted pair": Spec((HOSTED, *PAGES), environment=small_cache),
             "int8 off": Spec((INT8, "--kvspec-draft-len=0")),
             "int8": Spec((INT8, *PAGES)),
             "int8 small chunks": Spec((INT8, "--chunked-prefill-size=256", *PAGES)),
