@@ -140,6 +140,11 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
     parallel = get_parallel()
     if parallel.tp_rank == 0:
         logger.info(describe(plan, config, codec, geometry.page_size, parallel.tp_size))
+        if kvc.device != "cpu" and config.host_gb and not plan.host_pages:
+            logger.warning(
+                "--kvspec-host-gb %g is not used: as many tokens fit into GPU memory without it",
+                config.host_gb,
+            )
     return KVSpecPool(
         kv,
         start_layer=kvc.layer_info.start_layer,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -40,8 +39,6 @@ from sglang_kvspec.runtime.device_pages import nbytes_of
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 from sglang_kvspec.runtime.targets.flashinfer_pages import WORKSPACE_BYTES
-
-logger = logging.getLogger(__name__)
 
 # Host memory left to the operating system and to SGLang's own processes.
 HOST_RESERVE_BYTES = 2 * GIB
@@ -166,8 +163,6 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             unhosted = make(host_bytes=0)
             holds_all = plan.cache_pages == plan.num_pages
             if holds_all or unhosted.num_pages > plan.num_pages:
-                reason = "GPU memory holds all residuals" if holds_all else "more fits without it"
-                logger.warning("--kvspec-host-gb %g is not used: %s", config.host_gb, reason)
                 plan = unhosted
         _plans[id(self._kvc)] = plan
         return MemoryPoolConfig(max_total_num_tokens=plan.num_pages * geometry.page_size)
