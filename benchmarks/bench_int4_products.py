@@ -3,10 +3,10 @@ Marlin: the four products of a layer of the 8B shape.
 
 usage: python benchmarks/bench_int4_products.py [--quick] [--without-marlin] [--out PATH]
 
-w4.triton: the tile that the product chooses. w4.triton_best: the fastest of all tiles and splits
-for each product. w4.marlin: the faster of its two types. w4.products: the faster of w4.triton and
-w4.marlin. All are times as fast as bf16, for the sum of the four products. A candidate with a wrong
-result is not timed.
+w4.triton: the tile that the product chooses. w4.triton_best: the fastest of all tiles and numbers
+of programs for each product. w4.marlin: the faster of its two types. w4.products: w4.triton, which
+the server uses. All are times as fast as bf16, for the sum of the four products. A candidate with a
+wrong result is not timed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from int4_products import marlin_runs
 from rich.console import Console
 
 from kvspec_kernels.ops import int4_products
-from kvspec_kernels.ops.device import num_multiprocessors
-from kvspec_kernels.ops.int4_products import TILES, Tile, allowed_splits
+from kvspec_kernels.ops.int4_products import TILES, Tile
 from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight, decode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,8 +39,6 @@ ROTATED = 300 * 10**6
 REPLAYS, QUICK_REPLAYS = 11, 7
 # Largest norm of the error of a result, relative to the result.
 MOST_ERROR = 0.01
-# Programs of the last candidates, for each multiprocessor.
-MOST_PROGRAMS = 16
 
 Calls = list[Callable[[], torch.Tensor]]
 console = Console(width=120)
@@ -143,7 +140,7 @@ def time_product(
     for count in all_rows:
         x = torch.randn(count, weight.num_inputs, device="cuda").bfloat16()
         candidates: dict[str, Calls] = {"bf16": [partial(F.linear, x, w) for w in dense]}
-        chosen, tiles = tiles_for(x, packed)
+        chosen, tiles = tiles_for(count)
         for tile in tiles:
             calls: Calls = [partial(int4_products.multiply, x, w, None, tile) for w in ours]
             if is_right(runs, f"{label(tile)}.{name}.m{count}", calls[0], x, value):
@@ -167,21 +164,12 @@ def time_product(
         console.print(f"{name}.m{count}: {text} us; chosen {label(chosen)}", markup=False)
 
 
-def tiles_for(x: torch.Tensor, packed: int4_products.PackedWeight) -> tuple[Tile, list[Tile]]:
+def tiles_for(num_rows: int) -> tuple[Tile, list[Tile]]:
     """Return the tile that the product chooses, and all with a number of rows that fits."""
-    num_sms = num_multiprocessors(x.device)
-    sizes = (len(x), packed.num_columns, packed.num_inputs)
-    chosen = int4_products.choose_tile(*sizes, num_sms)
-    tiles = [chosen]
-    for tile in TILES:
-        for splits in allowed_splits(packed.num_inputs):
-            programs = -(-packed.num_columns // tile.columns) * splits
-            if tile.rows != chosen.rows or programs > MOST_PROGRAMS * num_sms:
-                continue
-            candidate = replace(tile, splits=splits)
-            if candidate != chosen:
-                tiles.append(candidate)
-    return chosen, tiles
+    chosen = int4_products.choose_tile(num_rows)
+    fitting = [tile for tile in TILES if tile.rows == chosen.rows]
+    fewer = [replace(tile, programs=n) for tile in fitting for n in range(1, tile.programs)]
+    return chosen, [*fitting, *fewer]
 
 
 def is_right(
@@ -228,8 +216,8 @@ def layer_figures(runs: Runs, all_rows: tuple[int, ...]) -> Iterator[Figure]:
             console.print(f"w4.{name}.m{count}: {us:.1f} us, {base / us:.2f} times as fast")
             yield Figure(f"w4.{name}.m{count}.us", us, "microseconds")
             yield Figure(f"w4.{name}.m{count}", base / us, "times as fast", None, round(base, 2))
-        if found := [sums[name] for name in ("triton", "marlin") if name in sums]:
-            ratio = base / min(found)
+        if "triton" in sums:
+            ratio = base / sums["triton"]
             yield Figure(f"w4.products.m{count}", ratio, "times as fast", None, round(base, 2))
 
 
@@ -241,7 +229,7 @@ def best_tile(times: dict[str, Timing]) -> str:
 
 def label(tile: Tile) -> str:
     way = "decoded" if tile.decoded else "scaled"
-    return f"tile_{tile.rows}x{tile.columns}_{way}_{tile.splits}"
+    return f"tile_{tile.rows}x{tile.columns}_{way}_{tile.programs}"
 
 
 def copied(packed: int4_products.PackedWeight) -> int4_products.PackedWeight:

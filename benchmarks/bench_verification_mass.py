@@ -25,7 +25,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = (Shape(1, 32768), MAIN, Shape(44, 32768))
 # Tokens that are verified for each request, of which the last ones score pages.
-NUM_NEW, QUERIES = 13, 8
+NUM_NEW, QUERIES = 13, 4
 # Largest difference of two log-sum-exps, to base 2. Probabilities are fp16: each is off by 2^-11 at
 # most, and so are the sums.
 MOST_ERROR = 2 / 2048
@@ -82,10 +82,13 @@ def figures_of(codec: str, shape: Shape, folder: Path) -> list[Figure]:
     console.print(f"{name}: {text} us; by-product {more.microseconds:.1f} us, error {error:.1g}")
     saved = (times["scores"].median_s - more.median_s) * LAYERS * 1e3
     spread = (times["scores"].spread_s + more.spread_s) * LAYERS * 1e3
+    # Which tokens are accepted is known past the last layer, so rows of all layers wait for it.
+    rows_gb = verifying.page_lse.nbytes * LAYERS / 1e9
     return [
         *(time_figure(f"{name}.{each}", timing) for each, timing in times.items()),
         time_figure(f"{name}.by_product", more),
-        Figure(f"{name}.saved_ms_per_round", saved, "milliseconds in 32 layers", spread, None),
+        Figure(f"{name}.saved_ms_per_round", saved, "milliseconds in 32 layers", spread),
+        Figure(f"{name}.rows_gb", rows_gb, "GB in 32 layers"),
     ]
 
 

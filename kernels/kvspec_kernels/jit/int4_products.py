@@ -138,7 +138,13 @@ def load_affine(affine_at, mask, num_columns):
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_chunks", "num_splits"])
+@triton.jit
+def owner_of(item, items, programs):
+    """Return the program whose share of the items has this item."""
+    return (((item + 1).to(tl.int64) * programs - 1) // items).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_chunks"])
 def int4_product_kernel(
     rows_ptr,
     words_ptr,
@@ -151,92 +157,105 @@ def int4_product_kernel(
     num_columns,
     depth,
     num_chunks,
-    num_splits,
     stride_rows,
     HAS_BIAS: tl.constexpr,
     WHOLE_DEPTH: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SHARED: tl.constexpr,
     DECODED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Multiply a tile of rows by a tile of columns, over one of num_splits parts of the chunks.
+    """Multiply rows by columns. Programs share out the chunks of all tiles, one tile after the
+    other, so each has as many (Stream-K, Osama et al. 2023).
 
-    words: int16 [num_chunks, num_columns, 64]. affine: int32 [4 num_chunks, num_columns]. Each part
-    leaves a partial sum, fp32 [num_splits, tiles, COLUMNS, ROWS]. The program that arrives last at
-    a tile adds them in order, so the result does not depend on which one that is. It leaves the
+    words: int16 [num_chunks, num_columns, 64]. affine: int32 [4 num_chunks, num_columns]. Without
+    SHARED every program has whole tiles. Otherwise a tile may have several programs, which leave
+    partial sums, fp32 [2 * programs, COLUMNS, ROWS]: a program of a tile that begins with it in its
+    odd place, and of one that began before in its even place. The program that arrives last at a
+    tile adds them in order, so the result does not depend on which one that is. It leaves the
     tile's count of arrivals, int32, at zero again.
     """
     column_blocks = tl.cdiv(num_columns, COLUMNS)
-    tiles = column_blocks * tl.cdiv(num_rows, ROWS)
-    tile = tl.program_id(0) % tiles
-    split = tl.program_id(0) // tiles
-    begin = split * num_chunks // num_splits
-    end = (split + 1) * num_chunks // num_splits
-
-    offs_m = tile // column_blocks * ROWS + tl.arange(0, ROWS)
-    columns = tile % column_blocks * COLUMNS + tl.arange(0, COLUMNS)
-    # Columns past the end read others again, and are not stored.
-    offs_n = columns % num_columns
+    items = column_blocks * tl.cdiv(num_rows, ROWS) * num_chunks
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    first_item = (program.to(tl.int64) * items // programs).to(tl.int32)
+    end_item = ((program + 1).to(tl.int64) * items // programs).to(tl.int32)
     offs_k = tl.arange(0, 64)
-    mask_rows = offs_m < num_rows
-    rows = rows_ptr + offs_m[:, None].to(tl.int64) * stride_rows
-    chunk = words_ptr + begin.to(tl.int64) * num_columns * 64
-    words_at = chunk + offs_n[:, None] * 64 + offs_k[None, :]
-    affine_at = affine_ptr + begin.to(tl.int64) * 4 * num_columns + offs_n
+    inside = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    for tile in range(first_item // num_chunks, (end_item - 1) // num_chunks + 1):
+        tile_item = tile * num_chunks
+        begin = tl.maximum(first_item - tile_item, 0)
+        end = tl.minimum(end_item - tile_item, num_chunks)
+        offs_m = tile // column_blocks * ROWS + tl.arange(0, ROWS)
+        columns = tile % column_blocks * COLUMNS + tl.arange(0, COLUMNS)
+        # Columns past the end read others again, and are not stored.
+        offs_n = columns % num_columns
+        mask_rows = offs_m < num_rows
+        rows = rows_ptr + offs_m[:, None].to(tl.int64) * stride_rows
+        chunk = words_ptr + begin.to(tl.int64) * num_columns * 64
+        words_at = chunk + offs_n[:, None] * 64 + offs_k[None, :]
+        affine_at = affine_ptr + begin.to(tl.int64) * 4 * num_columns + offs_n
 
-    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
-    if not DECODED:
-        # The pipeline covers operands of products only, so sums are scaled by what was read a chunk
-        # ahead.
-        exists = (columns >= 0) & (begin < end)
-        affine0, affine1, affine2, affine3 = load_affine(affine_at, exists, num_columns)
-    for index in range(begin, end):
-        words = tl.load(words_at, eviction_policy="evict_first")
-        inputs = index * 256 + offs_k
-        x0 = load_rows(rows, mask_rows, inputs, depth, WHOLE_DEPTH)
-        x1 = load_rows(rows, mask_rows, inputs + 64, depth, WHOLE_DEPTH)
-        x2 = load_rows(rows, mask_rows, inputs + 128, depth, WHOLE_DEPTH)
-        x3 = load_rows(rows, mask_rows, inputs + 192, depth, WHOLE_DEPTH)
-        if DECODED:
-            affine0, affine1, affine2, affine3 = load_affine(affine_at, columns >= 0, num_columns)
-        words_at += num_columns * 64
-        affine_at += 4 * num_columns
+        acc = tl.zeros((COLUMNS, ROWS), tl.float32)
         if not DECODED:
-            more = (columns >= 0) & (index + 1 < end)
-            next0, next1, next2, next3 = load_affine(affine_at, more, num_columns)
-        acc = add_group(acc, words, x0, affine0, 0, DECODED, INTERPRET)
-        acc = add_group(acc, words, x1, affine1, 1, DECODED, INTERPRET)
-        acc = add_group(acc, words, x2, affine2, 2, DECODED, INTERPRET)
-        acc = add_group(acc, words, x3, affine3, 3, DECODED, INTERPRET)
-        if not DECODED:
-            affine0, affine1, affine2, affine3 = next0, next1, next2, next3
+            # The pipeline covers operands of products only, so sums are scaled by what was read a
+            # chunk ahead.
+            exists = (columns >= 0) & (begin < end)
+            affine0, affine1, affine2, affine3 = load_affine(affine_at, exists, num_columns)
+        for index in range(begin, end):
+            words = tl.load(words_at, eviction_policy="evict_first")
+            inputs = index * 256 + offs_k
+            x0 = load_rows(rows, mask_rows, inputs, depth, WHOLE_DEPTH)
+            x1 = load_rows(rows, mask_rows, inputs + 64, depth, WHOLE_DEPTH)
+            x2 = load_rows(rows, mask_rows, inputs + 128, depth, WHOLE_DEPTH)
+            x3 = load_rows(rows, mask_rows, inputs + 192, depth, WHOLE_DEPTH)
+            if DECODED:
+                affine0, affine1, affine2, affine3 = load_affine(
+                    affine_at, columns >= 0, num_columns
+                )
+            words_at += num_columns * 64
+            affine_at += 4 * num_columns
+            if not DECODED:
+                more = (columns >= 0) & (index + 1 < end)
+                next0, next1, next2, next3 = load_affine(affine_at, more, num_columns)
+            acc = add_group(acc, words, x0, affine0, 0, DECODED, INTERPRET)
+            acc = add_group(acc, words, x1, affine1, 1, DECODED, INTERPRET)
+            acc = add_group(acc, words, x2, affine2, 2, DECODED, INTERPRET)
+            acc = add_group(acc, words, x3, affine3, 3, DECODED, INTERPRET)
+            if not DECODED:
+                affine0, affine1, affine2, affine3 = next0, next1, next2, next3
 
-    mask_columns = columns < num_columns
-    mask = mask_rows[:, None] & mask_columns[None, :]
-    place = offs_m[:, None].to(tl.int64) * num_columns + columns[None, :]
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + columns, mask=mask_columns, other=0.0).to(tl.float32)
-    else:
-        bias = tl.zeros((COLUMNS,), tl.float32)
-    if not SPLIT:
-        out = tl.trans(acc) + bias[None, :]
-        tl.store(out_ptr + place, rounded(out, DTYPE, INTERPRET), mask=mask)
-    else:
-        inside = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        own = partial_ptr + tile.to(tl.int64) * (COLUMNS * ROWS) + inside
-        step = tiles.to(tl.int64) * (COLUMNS * ROWS)
-        tl.store(own + split * step, acc)
-        # All threads have stored before one of them tells the other programs.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
-        if before == num_splits - 1:
-            acc = tl.zeros((COLUMNS, ROWS), tl.float32)
-            for part in range(0, num_splits):
-                # Past the L1 cache, which does not see other programs' stores.
-                acc += tl.load(own + part * step, cache_modifier=".cg")
+        is_last = program >= 0
+        if SHARED:
+            first_owner = owner_of(tile_item, items, programs)
+            num_others = owner_of(tile_item + num_chunks - 1, items, programs) - first_owner
+            if num_others > 0:
+                own = 2 * program + (program == first_owner).to(tl.int32)
+                tl.store(partial_ptr + own.to(tl.int64) * (COLUMNS * ROWS) + inside, acc)
+                # All threads have stored before one of them tells the other programs.
+                tl.debug_barrier()
+                before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+                is_last = before == num_others
+                if is_last:
+                    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
+                    for other in range(first_owner, first_owner + num_others + 1):
+                        part = 2 * other + (other == first_owner).to(tl.int32)
+                        # Past the L1 cache, which does not see other programs' stores.
+                        acc += tl.load(
+                            partial_ptr + part.to(tl.int64) * (COLUMNS * ROWS) + inside,
+                            cache_modifier=".cg",
+                        )
+                    tl.store(arrived_ptr + tile, 0)
+        if is_last:
+            mask_columns = columns < num_columns
+            mask = mask_rows[:, None] & mask_columns[None, :]
+            place = offs_m[:, None].to(tl.int64) * num_columns + columns[None, :]
+            if HAS_BIAS:
+                bias = tl.load(bias_ptr + columns, mask=mask_columns, other=0.0).to(tl.float32)
+            else:
+                bias = tl.zeros((COLUMNS,), tl.float32)
             out = tl.trans(acc) + bias[None, :]
             tl.store(out_ptr + place, rounded(out, DTYPE, INTERPRET), mask=mask)
-            tl.store(arrived_ptr + tile, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,10 @@ from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight
 # Groups whose codes share a 16-bit word.
 PLANES = 4
 CHUNK = PLANES * GROUP
+# Registers of a multiprocessor, and most of a thread.
+REGISTERS, MOST_REGISTERS = 65536, 255
 # Most rows of a tile. More rows take several tiles, which read the weight once each.
 MOST_ROWS = 64
-# Parts that choose_tile() may cut the sum into, and chunks that each part has at least.
-SPLITS = (1, 2, 4, 8)
-LEAST_CHUNKS = 2
 
 
 class PackedWeight(NamedTuple):
@@ -45,7 +44,7 @@ class PackedWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Size of a program's output, and the parts that its sum is cut into.
+    """Size of a program's output, and how many programs a multiprocessor has.
 
     decoded: weights are rounded to bf16 before the product. Otherwise sums of a group are scaled.
     """
@@ -55,25 +54,33 @@ class Tile:
     num_warps: int
     num_stages: int
     decoded: bool
-    splits: int = 1
+    programs: int
+
+    @property
+    def most_registers(self) -> int:
+        """Registers of a thread that let these programs run at once."""
+        num_threads = self.programs * self.num_warps * 32
+        return min(REGISTERS // num_threads // 8 * 8, MOST_REGISTERS)
 
 
-# Each by the shared memory and the registers that it takes (Triton 3.6, Hopper), which allow 2 or
-# more programs a multiprocessor, and 1 of 64 rows and 128 columns.
+# Programs by the shared memory that they take, and so that registers spill little (Triton 3.6,
+# Hopper).
 TILES = (
-    Tile(16, 32, num_warps=4, num_stages=6, decoded=True),
-    Tile(16, 64, num_warps=4, num_stages=4, decoded=True),
-    Tile(16, 64, num_warps=4, num_stages=4, decoded=False),
-    Tile(16, 128, num_warps=8, num_stages=4, decoded=True),
-    Tile(32, 64, num_warps=4, num_stages=4, decoded=True),
-    Tile(32, 128, num_warps=8, num_stages=3, decoded=True),
-    Tile(32, 128, num_warps=8, num_stages=3, decoded=False),
-    Tile(64, 64, num_warps=4, num_stages=3, decoded=True),
-    Tile(64, 128, num_warps=8, num_stages=3, decoded=True),
-    Tile(64, 128, num_warps=8, num_stages=3, decoded=False),
+    Tile(16, 32, num_warps=4, num_stages=6, decoded=True, programs=3),
+    Tile(16, 64, num_warps=4, num_stages=4, decoded=True, programs=3),
+    Tile(16, 64, num_warps=4, num_stages=4, decoded=False, programs=3),
+    Tile(16, 128, num_warps=8, num_stages=4, decoded=True, programs=2),
+    Tile(16, 128, num_warps=8, num_stages=4, decoded=False, programs=2),
+    Tile(32, 64, num_warps=4, num_stages=4, decoded=True, programs=2),
+    Tile(32, 64, num_warps=4, num_stages=4, decoded=False, programs=2),
+    Tile(32, 128, num_warps=8, num_stages=3, decoded=True, programs=2),
+    Tile(32, 128, num_warps=8, num_stages=3, decoded=False, programs=1),
+    Tile(64, 64, num_warps=4, num_stages=2, decoded=True, programs=2),
+    Tile(64, 128, num_warps=8, num_stages=3, decoded=True, programs=1),
+    Tile(64, 128, num_warps=8, num_stages=3, decoded=False, programs=1),
 )
 # Tiles that choose_tile() takes, by rows.
-CHOSEN = {16: TILES[1], 32: TILES[4], 64: TILES[8]}
+CHOSEN = {16: TILES[2], 32: TILES[7], 64: TILES[10]}
 LEAST_COLUMNS = min(tile.columns for tile in TILES)
 
 
@@ -116,48 +123,33 @@ def product(
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.num_inputs} inputs")
     if bias is not None and bias.shape != (weight.num_columns,):
         raise ValueError(f"bias {list(bias.shape)} does not fit {weight.num_columns} columns")
-    num_sms = num_multiprocessors(x.device)
-    tile = choose_tile(len(x), weight.num_columns, weight.num_inputs, num_sms)
-    return multiply(x, weight, bias, tile)
+    return multiply(x, weight, bias, choose_tile(len(x)))
 
 
-def choose_tile(num_rows: int, num_columns: int, num_inputs: int, num_sms: int) -> Tile:
-    """Return the tile for a product."""
-    rows = next((rows for rows in CHOSEN if num_rows <= rows), MOST_ROWS)
-    tile = CHOSEN[rows]
-    if num_rows > MOST_ROWS:
-        return tile
-    blocks = triton.cdiv(num_columns, tile.columns)
-    allowed = allowed_splits(num_inputs)
-    enough = [splits for splits in allowed if 2 * blocks * splits >= 3 * num_sms]
-    return replace(tile, splits=enough[0] if enough else allowed[-1])
-
-
-def allowed_splits(num_inputs: int) -> list[int]:
-    """Return the parts that a sum may be cut into: whole, or parts of LEAST_CHUNKS chunks."""
-    return [
-        splits for splits in SPLITS if splits == 1 or splits * LEAST_CHUNKS * CHUNK <= num_inputs
-    ]
+def choose_tile(num_rows: int) -> Tile:
+    """Return the tile for a product, as measured (benchmarks/bench_int4_products.py)."""
+    return CHOSEN[next((rows for rows in CHOSEN if num_rows <= rows), MOST_ROWS)]
 
 
 def multiply(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, tile: Tile
 ) -> torch.Tensor:
-    """Multiply as product() does, with a given tile and without its checks. A tile with splits
-    takes at most tile.rows rows."""
+    """Multiply as product() does, with a given tile and without its checks."""
     num_rows, num_columns = len(x), weight.num_columns
-    assert tile.splits == 1 or num_rows <= tile.rows, "splits need one block of rows"
     out = x.new_empty(num_rows, num_columns)
     if not out.numel():
         return out
     if x.stride(1) != 1:
         x = x.contiguous()
+    num_chunks = len(weight.words)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
-    partial = out
-    if tile.splits > 1:
-        size = (tile.splits, num_tiles, tile.columns, tile.rows)
-        partial = x.new_empty(size, dtype=torch.float32)
-    int4_product_kernel[(num_tiles * tile.splits,)](
+    # `arrived` has a count for each tile of columns.
+    is_shared = num_rows <= tile.rows
+    programs, partial = num_tiles, out
+    if is_shared:
+        programs = min(tile.programs * num_multiprocessors(x.device), num_tiles * num_chunks)
+        partial = x.new_empty((2 * programs, tile.columns, tile.rows), dtype=torch.float32)
+    int4_product_kernel[(programs,)](
         rows_ptr=x,
         words_ptr=weight.words,
         affine_ptr=weight.affine,
@@ -168,12 +160,11 @@ def multiply(
         num_rows=num_rows,
         num_columns=num_columns,
         depth=weight.num_inputs,
-        num_chunks=len(weight.words),
-        num_splits=tile.splits,
+        num_chunks=num_chunks,
         stride_rows=x.stride(0),
         HAS_BIAS=bias is not None,
         WHOLE_DEPTH=weight.num_inputs % CHUNK == 0,
-        SPLIT=tile.splits > 1,
+        SHARED=is_shared,
         DECODED=tile.decoded,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
@@ -181,5 +172,6 @@ def multiply(
         INTERPRET=INTERPRETED,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        maxnreg=tile.most_registers,
     )
     return out
