@@ -17,6 +17,8 @@ from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight
 # Groups whose codes share a 16-bit word.
 PLANES = 4
 CHUNK = PLANES * GROUP
+# Chunks that a program of a part of a tile has at least.
+LEAST_CHUNKS = 4
 # Registers of a multiprocessor, and most of a thread.
 REGISTERS, MOST_REGISTERS = 65536, 255
 # Most rows of a tile. More rows take several tiles, which read the weight once each.
@@ -73,7 +75,7 @@ TILES = (
     Tile(16, 128, num_warps=8, num_stages=4, decoded=False, programs=2),
     Tile(32, 64, num_warps=4, num_stages=4, decoded=True, programs=2),
     Tile(32, 64, num_warps=4, num_stages=4, decoded=False, programs=2),
-    Tile(32, 128, num_warps=8, num_stages=3, decoded=True, programs=2),
+    Tile(32, 128, num_warps=8, num_stages=3, decoded=True, programs=1),
     Tile(32, 128, num_warps=8, num_stages=3, decoded=False, programs=1),
     Tile(64, 64, num_warps=4, num_stages=2, decoded=True, programs=2),
     Tile(64, 128, num_warps=8, num_stages=3, decoded=True, programs=1),
@@ -131,6 +133,20 @@ def choose_tile(num_rows: int) -> Tile:
     return CHOSEN[next((rows for rows in CHOSEN if num_rows <= rows), MOST_ROWS)]
 
 
+def num_programs(most: int, num_tiles: int, num_chunks: int) -> int:
+    """Return how many programs share out the chunks of all tiles, of at most this many.
+
+    A program of several tiles is good for any number of them. But it may leave two partial sums, so
+    if there are enough programs for all tiles, each tile gets the same number of them.
+    """
+    if num_tiles > most:
+        return most
+    parts = 1
+    while 2 * parts * num_tiles <= most and 2 * parts * LEAST_CHUNKS <= num_chunks:
+        parts *= 2
+    return parts * num_tiles
+
+
 def multiply(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, tile: Tile
 ) -> torch.Tensor:
@@ -147,7 +163,8 @@ def multiply(
     is_shared = num_rows <= tile.rows
     programs, partial = num_tiles, out
     if is_shared:
-        programs = min(tile.programs * num_multiprocessors(x.device), num_tiles * num_chunks)
+        most = tile.programs * num_multiprocessors(x.device)
+        programs = num_programs(most, num_tiles, num_chunks)
         partial = x.new_empty((2 * programs, tile.columns, tile.rows), dtype=torch.float32)
     int4_product_kernel[(programs,)](
         rows_ptr=x,

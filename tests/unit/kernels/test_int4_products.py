@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kvspec_kernels.ops.int4_products import (
     Tile,
     choose_tile,
     multiply,
+    num_programs,
     product,
     repacked,
 )
@@ -86,19 +88,28 @@ def name_of(tile: Tile) -> str:
     return f"{tile.rows}x{tile.columns}{'' if tile.decoded else '-scaled'}"
 
 
-# Programs that share out 3 tiles or fewer of 4 chunks: one, as many as tiles, more and fewer, one a
-# chunk.
-@pytest.mark.parametrize("programs", [1, 2, 3, 5, 100])
+# Programs that share out 2 to 5 tiles of 4 chunks each: one, fewer than tiles, more than tiles, and
+# more than chunks.
+@pytest.mark.parametrize("programs", [1, 3, 7, 9, 100])
 @pytest.mark.parametrize("tile", TILES, ids=name_of)
 def test_every_tile_equals_the_reference(tile, programs, device, monkeypatch):
-    monkeypatch.setattr(int4_products, "num_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(int4_products, "num_programs", lambda most, *sizes: min(most, prod(sizes)))
+    monkeypatch.setattr(int4_products, "num_multiprocessors", lambda device: programs)
     num_rows = tile.rows - 3
     x, weight, bias = draw(num_rows, 136, 3 * CHUNK + 72, device)
     packed = repacked(weight)
     for added in (None, bias):
-        out = multiply(x, packed, added, replace(tile, programs=programs))
+        out = multiply(x, packed, added, replace(tile, programs=1))
         assert_product(out, x, weight, added, tile.decoded)
     assert not packed.arrived.any()
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_chunks", "programs"),
+    [(448, 16, 396), (96, 16, 384), (64, 16, 256), (64, 56, 256), (1, 3, 1), (396, 1, 396)],
+)
+def test_tiles_that_fit_are_not_cut_across(num_tiles, num_chunks, programs):
+    assert num_programs(396, num_tiles, num_chunks) == programs
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 33, 64, 70])
