@@ -31,6 +31,7 @@ KERNELS = (
     "kvspec_kernels.ops.page_selection",
     "kvspec_kernels.ops.products",
     "kvspec_kernels.ops.int4_products",
+    "kvspec_kernels.ops.int4_rounding",
     "kvspec_kernels.ops.copy_rows",
     "kvspec_kernels.ops.steps",
     "kvspec_kernels.jit.log4",

@@ -43,6 +43,10 @@ class PackedWeight(NamedTuple):
     def num_columns(self) -> int:
         return self.words.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.affine.nbytes + self.arrived.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -86,28 +90,55 @@ CHOSEN = {16: TILES[2], 32: TILES[7], 64: TILES[10]}
 LEAST_COLUMNS = min(tile.columns for tile in TILES)
 
 
-def repacked(weight: Int4Weight) -> PackedWeight:
-    """Return a weight in the kernel's order, on the same device."""
-    codes = nibbles.unpack(weight.codes)
-    num_columns = len(codes)
+def empty(num_columns: int, num_inputs: int, device: torch.device) -> PackedWeight:
+    """Return a weight [num_columns, num_inputs] for write_rows(), all codes zero."""
+    num_chunks = triton.cdiv(num_inputs, CHUNK)
+    return PackedWeight(
+        torch.zeros(num_chunks, num_columns, GROUP, dtype=torch.int16, device=device),
+        torch.zeros(PLANES * num_chunks, num_columns, dtype=torch.int32, device=device),
+        torch.zeros(triton.cdiv(num_columns, LEAST_COLUMNS), dtype=torch.int32, device=device),
+        num_inputs,
+    )
+
+
+def bytes_of(num_columns: int, num_inputs: int) -> int:
+    """Return the bytes of a packed weight."""
+    num_chunks = triton.cdiv(num_inputs, CHUNK)
+    words, affine = num_chunks * num_columns * GROUP * 2, PLANES * num_chunks * num_columns * 4
+    return int(words + affine + triton.cdiv(num_columns, LEAST_COLUMNS) * 4)
+
+
+def write_rows(packed: PackedWeight, begin: int, rows: Int4Weight) -> None:
+    """Replace rows of a packed weight, from row `begin` on, in place: captured graphs that hold its
+    addresses multiply with the new ones. rows: [n, K], on the same device. Enqueues on the current
+    stream. Raises ValueError for rows that do not fit."""
+    count, end = len(rows.codes), begin + len(rows.codes)
+    if rows.num_inputs != packed.num_inputs or not 0 <= begin <= end <= packed.num_columns:
+        raise ValueError(
+            f"rows {begin} to {end} of {rows.num_inputs} inputs do not fit a weight "
+            f"[{packed.num_columns}, {packed.num_inputs}]"
+        )
+    codes = nibbles.unpack(rows.codes)
     missing = -codes.shape[1] % CHUNK
     # Scale and zero of groups that do not exist are zero, and so are their inputs.
     codes = torch.nn.functional.pad(codes, (0, missing))
-    planes = codes.view(num_columns, -1, PLANES, GROUP).to(torch.int32)
+    planes = codes.view(count, -1, PLANES, GROUP).to(torch.int32)
     words = sum(planes[:, :, plane] << 4 * plane for plane in range(PLANES))
     assert isinstance(words, torch.Tensor)
     scale, zero = (
         torch.nn.functional.pad(part, (0, missing // GROUP)).view(torch.int16).to(torch.int32)
-        for part in (weight.scale.contiguous(), weight.zero.contiguous())
+        for part in (rows.scale.contiguous(), rows.zero.contiguous())
     )
     affine = (scale & 0xFFFF) | (zero << 16)
-    arrived = codes.new_zeros(triton.cdiv(num_columns, LEAST_COLUMNS), dtype=torch.int32)
-    return PackedWeight(
-        words.to(torch.int16).transpose(0, 1).contiguous(),
-        affine.t().contiguous(),
-        arrived,
-        weight.num_inputs,
-    )
+    packed.words[:, begin:end] = words.to(torch.int16).transpose(0, 1)
+    packed.affine[:, begin:end] = affine.t()
+
+
+def repacked(weight: Int4Weight) -> PackedWeight:
+    """Return a weight in the kernel's order, on the same device."""
+    packed = empty(len(weight.codes), weight.num_inputs, weight.codes.device)
+    write_rows(packed, 0, weight)
+    return packed
 
 
 def product(

@@ -9,6 +9,7 @@ to weights of the row that are not rounded yet (GPTQ, Frantar et al. 2022, secti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ GROUP = 64
 CODES = 16
 # Settings of HQQ: exponent of the norm, and weight of the quadratic term with its growth.
 NORM, BETA, BETA_GROWTH, STEPS = 0.7, 10.0, 1.01, 20
-# Share of the mean of a moment's diagonal that is added to it, so that it can be inverted, and the
-# least that is added.
-DAMPING, LEAST_DAMPING = 0.01, 1e-6
+# Shares of the mean of a moment's diagonal that are added to it, so that it can be inverted: the
+# first one that suffices. And the least that is added.
+DAMPINGS, LEAST_DAMPING = (0.01, 0.1, 1.0), 1e-6
 
 
 class Int4Weight(NamedTuple):
@@ -37,6 +38,22 @@ class Int4Weight(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
+
+
+class RoundedGroup(NamedTuple):
+    """Up to GROUP inputs of all rows of a weight. codes: uint8 [N, n]. scale, zero: fp32 [N], which
+    bf16 holds exactly. errors: fp32 [N, n], each divided by its input's entry on the diagonal of
+    the factor."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    errors: torch.Tensor
+
+
+# Rounding of what compensation has left of a group, fp32 [N, n], by the group's part of the factor,
+# fp32 [n, n]. May overwrite the former.
+RoundGroup = Callable[[torch.Tensor, torch.Tensor], RoundedGroup]
 
 
 def round_to_nearest(weight: torch.Tensor) -> Int4Weight:
@@ -66,26 +83,42 @@ def half_quadratic(weight: torch.Tensor) -> Int4Weight:
 def compensated(weight: torch.Tensor, moment: torch.Tensor) -> Int4Weight:
     """Encode a weight [N, K] for inputs x with this moment, the sum of x^T x over many inputs, fp32
     [K, K]. Raises torch.linalg.LinAlgError if the moment is not finite."""
+    return compensated_by(weight, compensation(moment))
+
+
+def round_group(left: torch.Tensor, factor: torch.Tensor) -> RoundedGroup:
+    """Round inputs one after the other, and move the error of each to later ones of the group.
+    Overwrites left."""
+    scale, zero = (each[:, 0] for each in _range(_groups(left)))
+    codes = torch.empty_like(left, dtype=torch.uint8)
+    errors = torch.empty_like(left)
+    for column in range(left.shape[1]):
+        chosen = _codes(left[:, column, None], scale, zero)
+        codes[:, column] = chosen[:, 0]
+        error = left[:, column, None] - (chosen * scale + zero)
+        errors[:, column] = error[:, 0] / factor[column, column]
+        left[:, column + 1 :] -= errors[:, column, None] * factor[column, None, column + 1 :]
+    return RoundedGroup(codes, scale[:, 0], zero[:, 0], errors)
+
+
+def compensated_by(
+    weight: torch.Tensor, factor: torch.Tensor, round_group: RoundGroup = round_group
+) -> Int4Weight:
+    """Encode a weight [N, K], of which each row is rounded by itself. factor: from compensation(),
+    fp32 [K, K]."""
+    num_inputs = weight.shape[1]
     left = weight.float().clone()
-    factor = _compensation(moment)
     groups = []
-    for begin in range(0, weight.shape[1], GROUP):
-        end = min(begin + GROUP, weight.shape[1])
-        part = left[:, begin:end]
-        grid = _range(_groups(part))
-        scale, zero = (each[:, 0] for each in grid)
-        errors = torch.empty_like(part)
-        codes = torch.empty_like(part)
-        for column in range(end - begin):
-            at = begin + column
-            codes[:, column, None] = _codes(part[:, column, None], scale, zero)
-            error = part[:, column] - (codes[:, column] * scale[:, 0] + zero[:, 0])
-            errors[:, column] = error / factor[at, at]
-            part[:, column + 1 :] -= errors[:, column, None] * factor[at, None, at + 1 : end]
-        left[:, end:] -= errors @ factor[begin:end, end:]
-        groups.append((_groups(codes), scale, zero))
-    codes, scale, zero = (torch.cat(parts, dim=1) for parts in zip(*groups, strict=True))
-    return _packed(codes, scale[..., None], zero[..., None], weight.shape[1])
+    for begin in range(0, num_inputs, GROUP):
+        end = min(begin + GROUP, num_inputs)
+        group = round_group(left[:, begin:end], factor[begin:end, begin:end])
+        left[:, end:] -= group.errors @ factor[begin:end, end:]
+        groups.append(group)
+    codes = _filled(torch.cat([group.codes for group in groups], dim=1))
+    scale, zero = (
+        torch.stack([getattr(group, name) for group in groups], dim=1) for name in ("scale", "zero")
+    )
+    return _packed(_cut(codes), scale[..., None], zero[..., None], num_inputs)
 
 
 def decode(weight: Int4Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -101,22 +134,44 @@ def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = Non
     return F.linear(x, decode(weight, x.dtype), bias)
 
 
-def _compensation(moment: torch.Tensor) -> torch.Tensor:
+def compensation(moment: torch.Tensor) -> torch.Tensor:
     """Return how the error of an input's weight moves to later ones: the upper Cholesky factor of
-    the inverse moment, [K, K]."""
-    damping = (DAMPING * moment.diagonal().mean()).clamp_min(LEAST_DAMPING)
-    identity = torch.eye(len(moment), device=moment.device)
-    lower = torch.linalg.cholesky(moment + damping * identity)
-    factor: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-    return factor
+    the inverse moment, fp32 [K, K]. Takes memory for three more of these. Raises
+    torch.linalg.LinAlgError if the moment is not finite."""
+    for damping in DAMPINGS:
+        # Wide layers with a few large inputs leave fp32 too few digits for little damping.
+        factor, is_definite = _inverse_factor(moment, damping)
+        if is_definite:
+            return factor
+    error = "the moment of a layer's inputs is not finite"
+    raise torch.linalg.LinAlgError(error)  # type: ignore[attr-defined]
+
+
+def _inverse_factor(moment: torch.Tensor, damping: float) -> tuple[torch.Tensor, bool]:
+    """Return the factor, and whether it exists."""
+    damped = moment.clone()
+    damped.diagonal().add_((damping * moment.diagonal().mean()).clamp_min(LEAST_DAMPING))
+    factor, info = torch.linalg.cholesky_ex(damped)
+    # Large layers take a gigabyte each: none is kept longer than it is needed.
+    del damped
+    if not info and factor.isfinite().all():
+        inverse = torch.cholesky_inverse(factor)
+        del factor
+        factor, info = torch.linalg.cholesky_ex(inverse, upper=True)
+        del inverse
+    return factor.contiguous(), not info and bool(factor.isfinite().all())
 
 
 def _groups(weight: torch.Tensor) -> torch.Tensor:
     """Return fp32 groups [N, K' / GROUP, GROUP]. The last input is repeated to fill the last group,
     so that it does not change the group's range."""
-    missing = -weight.shape[1] % GROUP
-    filled = torch.cat((weight, weight[:, -1:].expand(-1, missing)), dim=1)
-    return _cut(filled.float())
+    return _cut(_filled(weight).float())
+
+
+def _filled(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [N, K] as [N, K'], with the last input repeated."""
+    missing = -rows.shape[1] % GROUP
+    return torch.cat((rows, rows[:, -1:].expand(-1, missing)), dim=1)
 
 
 def _cut(rows: torch.Tensor) -> torch.Tensor:

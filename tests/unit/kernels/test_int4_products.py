@@ -14,11 +14,14 @@ from kvspec_kernels.ops.int4_products import (
     MOST_ROWS,
     TILES,
     Tile,
+    bytes_of,
     choose_tile,
+    empty,
     multiply,
     num_programs,
     product,
     repacked,
+    write_rows,
 )
 from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight, decode, round_to_nearest
 
@@ -179,6 +182,32 @@ def test_a_weight_takes_as_many_bytes_as_before():
     _, weight, _ = draw(1, 64, CHUNK, "cpu")
     packed = repacked(weight)
     assert packed.words.nbytes + packed.affine.nbytes == weight.nbytes
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_are_known_before_a_weight_is_packed(shape):
+    _, weight, _ = draw(1, *shape, "cpu")
+    assert bytes_of(*shape) == repacked(weight).nbytes
+
+
+def test_rows_are_replaced_in_place(device):
+    """Graphs hold addresses, and zeroed counters of arrivals."""
+    x, weight, _ = draw(3, 130, 2 * CHUNK + 72, device)
+    packed = empty(130, weight.num_inputs, x.device)
+    places = [part.data_ptr() for part in packed[:3]]
+    for begin, end in ((64, 130), (0, 64)):
+        rows = Int4Weight(*(part[begin:end] for part in weight[:3]), weight.num_inputs)
+        write_rows(packed, begin, rows)
+    assert [part.data_ptr() for part in packed[:3]] == places
+    assert all(map(torch.equal, packed[:3], repacked(weight)[:3]))
+    assert_product(product(x, packed), x, weight)
+
+
+def test_rows_that_do_not_fit_are_refused():
+    _, weight, _ = draw(1, 8, 100, "cpu")
+    for num_columns, num_inputs, begin in ((8, 100, 1), (8, 164, 0), (8, 100, -1)):
+        with pytest.raises(ValueError, match="do not fit a weight"):
+            write_rows(empty(num_columns, num_inputs, torch.device("cpu")), begin, weight)
 
 
 @pytest.mark.gpu

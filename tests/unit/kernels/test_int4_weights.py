@@ -83,6 +83,22 @@ def test_independent_inputs_need_no_compensation() -> None:
     assert torch.equal(decode(encoded), decode(round_to_nearest(weight)))
 
 
+def test_a_moment_that_cannot_be_inverted_is_damped_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(50, 100)
+    moment = x.t() @ x
+    factor = int4_weights.compensation(moment)
+    assert factor.is_contiguous()
+    # Negative damping stands for digits that fp32 lacks.
+    monkeypatch.setattr(int4_weights, "DAMPINGS", (-2.0, 0.01))
+    assert torch.equal(int4_weights.compensation(moment), factor)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_moments_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
+        int4_weights.compensation(torch.full((GROUP, GROUP), value))
+
+
 def test_inputs_that_were_never_seen_do_no_harm() -> None:
     weight = weight_of(8, GROUP)
     torch.set_flush_denormal(True)
