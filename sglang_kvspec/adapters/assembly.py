@@ -13,7 +13,7 @@ from sglang_kvspec.adapters.arrivals import ServerArrivals
 from sglang_kvspec.adapters.corrupt_pages import CorruptPageGuard
 from sglang_kvspec.adapters.cuda_graph_drafter import PLAIN_STEPS, CudaGraphDrafter
 from sglang_kvspec.adapters.draft_view import make_budgets, make_scorer, make_view
-from sglang_kvspec.adapters.draft_weights import DraftForward, DraftWeights, make_draft_weights
+from sglang_kvspec.adapters.draft_weights import DraftForward, DraftWeights
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.page_table import PageTable
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
@@ -97,6 +97,7 @@ def share_parts(
     counters: SpecCounters,
     req_to_token_pool: Any,
     allocator: Any,
+    draft_weights: DraftWeights | None,
 ) -> WorkerParts:
     """Make the parts that need SGLang's pools. Sets the pool's keeper."""
     pool = allocator.get_kvcache()
@@ -123,7 +124,7 @@ def share_parts(
         disaggregation=disaggregation,
         arrivals=ServerArrivals(pool, None if disaggregation is None else disaggregation.decoding),
         view=make_view(config, runner.model_config, kv, ranks),
-        draft_weights=make_draft_weights(config, server_args, runner, ranks),
+        draft_weights=draft_weights,
     )
 
 
@@ -264,6 +265,7 @@ def _capture(
         parts.ranks,
         parts.view,
         chosen,
+        parts.draft_weights,
     )
     verify = None
     if sizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters.draft_operators import draft_operators
+from sglang_kvspec.adapters.draft_weights import DraftWeights
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.step_graphs import StepGraphs
 from sglang_kvspec.engine.batch import RoundBatch
@@ -58,9 +60,11 @@ class CudaGraphDrafter:
         ranks: Ranks,
         view: DraftView | None = None,
         chosen: DevicePages | None = None,
+        weights: DraftWeights | None = None,
     ) -> None:
         """view: selects the pages that drafts read; None for all pages. chosen: selects them on the
-        device instead, for a MassView."""
+        device instead, for a MassView. weights: copies that drafts multiply with; None for the
+        model's own weights, which plain steps always use."""
         size = kv.geometry.page_size
         self._kv = kv
         self._sampler = sampler
@@ -86,7 +90,11 @@ class CudaGraphDrafter:
         if max_draft_len:
             # Drafts may round differently. But ranks whose collectives meet need equal graphs.
             is_alone = ranks.size == 1
-            with draft_operators():
+            # Products with copies must not overlap. Replays do not, though draft() runs on the side
+            # stream and read_prompt_end() on the main one: each stream waits for the other before,
+            # see SideStream and RoundLoop.interrupt(). Verifications use no copies.
+            copies = nullcontext() if weights is None else weights.in_force()
+            with draft_operators(), copies:
                 self._drafts = capture(attention.make_draft_step, may_use_other_blas=is_alone)
         # Graphs that made the newest plain steps.
         self._advancing = self._target

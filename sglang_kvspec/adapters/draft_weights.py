@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from kvspec_kernels.ops import int4_products
 from kvspec_kernels.reference import int4_weights
-from kvspec_kernels.reference.int4_weights import Int4Weight
 from sglang_kvspec.adapters.compat.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
-from sglang_kvspec.adapters.self_calibration import input_moments, products_of
+from sglang_kvspec.adapters.draft_operators import draft_operators
+from sglang_kvspec.adapters.ranks import least_of_all_ranks
+from sglang_kvspec.adapters.self_calibration import (
+    NUM_TEXTS,
+    TEXT_LEN,
+    groups_within,
+    input_moments,
+    moment_bytes,
+    products_of,
+    write_texts,
+)
+from sglang_kvspec.adapters.weight_copies import WeightCopy, arithmetic_of
 from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+from sglang_kvspec.core.units import GIB
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import ModelForward
 from sglang_kvspec.kv.forward_plan import Row
@@ -28,15 +41,12 @@ from sglang_kvspec.runtime.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-
-class Int4Product:
-    """Product of a linear layer with a copy of its weight."""
-
-    def __init__(self, weight: Int4Weight) -> None:
-        self.weight = weight
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return int4_weights.product(x, self.weight, bias)
+# Moments of inputs that a CPU holds at once.
+CPU_MOMENT_BYTES = GIB
+# Matrices of a moment's size that compensation() makes.
+FACTORS = 3
+# GPU memory for the rest: activations and logits of a text, and temporaries of a block of rows.
+MARGIN_BYTES = 2 * GIB
 
 
 class DraftWeights:
@@ -44,55 +54,102 @@ class DraftWeights:
     vocabulary projection and fused experts have none: drafts use the model's own.
 
     Rounding knows what inputs are like, from text that the model writes at the start. When the
-    model's weights change, copies are rounded to the nearest codes before the next draft. That is
-    quick: requests wait for it. num_made: how often copies were made.
+    model's weights change, refresh() rounds copies to the nearest codes. That is quick: requests
+    wait for it. Copies stay where they are in memory, so captured graphs may hold their addresses.
+    num_made: how often copies were made.
     """
 
     def __init__(self, runner: Any, ranks: Ranks) -> None:
-        """Raises UnsupportedError for a model that has no weights to copy."""
+        """Must come before the KV pool, which gets the memory that copies leave, and all memory
+        that only their rounding needs. Raises UnsupportedError for a model that has no weights to
+        copy, and ConfigError where a GPU has no room for copies."""
         begin = time.perf_counter()
         self._layers = linear_layers(runner.model)
-        moments = input_moments(runner, self._layers, ranks)
         self.num_made = 0
-        self._keep(
-            int4_weights.compensated(layer.weight.detach(), moment)
-            for layer, moment in zip(self._layers, moments, strict=True)
-        )
+        self._is_stale = False
+        # Text does not have to be the target's own, and batch-invariant products of fp32 would
+        # round to tf32.
+        with torch.no_grad(), draft_operators():
+            self._make(runner, ranks)
         logger.info(
             "KVSpec: drafts use 4-bit copies of %d linear layers, %.2f GiB; they took %.1f s",
             len(self._layers),
-            self.nbytes / (1 << 30),
+            self.nbytes / GIB,
             time.perf_counter() - begin,
         )
 
     @property
     def nbytes(self) -> int:
-        return sum(copy.weight.nbytes for copy in self._copies)
+        return sum(copy.nbytes for copy in self._copies)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Let the model multiply with the copies. No target forward may run in this context."""
-        if self._is_stale:
-            self._copy_again()
+        """Let the model multiply with the copies. No target forward may run in this context. Graphs
+        that are captured in it keep the copies."""
+        assert not self._is_stale, "refresh() must come before drafts"
         with products_of(self._layers, self._copies):
             yield
 
     def weights_will_change(self) -> None:
         self._is_stale = True
 
-    def _copy_again(self) -> None:
+    def refresh(self) -> None:
+        """Copy again if the model's weights have changed. Must come before drafts of any kind, and
+        while none runs. Enqueues on the current stream, for which later drafts wait."""
+        if not self._is_stale:
+            return
         begin = time.perf_counter()
-        self._keep(int4_weights.round_to_nearest(layer.weight.detach()) for layer in self._layers)
+        with torch.no_grad():
+            for layer, copy in zip(self._layers, self._copies, strict=True):
+                copy.write(layer.weight, int4_weights.round_to_nearest)
+        self._is_stale = False
+        self.num_made += 1
         logger.info(
             "KVSpec: the model's weights have changed; new 4-bit copies took %.1f s",
             time.perf_counter() - begin,
         )
 
-    def _keep(self, weights: Iterable[Int4Weight]) -> None:
-        """Let drafts use these copies of the layers' weights."""
-        self._copies = [Int4Product(weight) for weight in weights]
-        self._is_stale = False
+    def _make(self, runner: Any, ranks: Ranks) -> None:
+        """Allocate the copies, and round a few layers at a time for inputs that are measured in
+        forwards of their own: moments of all layers of a model of 8B take 30 GiB."""
+        texts = write_texts(runner, ranks, NUM_TEXTS, TEXT_LEN)
+        device = texts.device
+        budget_bytes = _moment_budget(self._layers, device)
+        self._copies = [WeightCopy(layer.weight, arithmetic_of(device)) for layer in self._layers]
+        copies = iter(self._copies)
+        for group in groups_within(self._layers, budget_bytes):
+            moments = input_moments(runner, group, texts)
+            for layer in group:
+                # The next layer needs the memory of this one's moment and factor.
+                factor = int4_weights.compensation(moments.pop(0))
+                copy = next(copies)
+                rounding = copy.arithmetic.round_group
+                encode = partial(int4_weights.compensated_by, factor=factor, round_group=rounding)
+                copy.write(layer.weight, encode)
+                del factor, encode
         self.num_made += 1
+        if device.type == "cuda":
+            # SGLang counts what it takes for free when it sizes the KV pool.
+            torch.cuda.empty_cache()
+
+
+def _moment_budget(layers: list[Any], device: torch.device) -> int:
+    """Return the bytes that moments of inputs may take at once, equal on all ranks, which must
+    measure together. Raises ConfigError where a GPU has no room for copies and their rounding."""
+    if device.type != "cuda":
+        return CPU_MOMENT_BYTES
+    torch.cuda.empty_cache()
+    free_bytes = least_of_all_ranks(torch.cuda.mem_get_info(device)[0])
+    copies, largest = copy_bytes(layers), max(map(moment_bytes, layers))
+    budget_bytes = free_bytes - copies - FACTORS * largest - MARGIN_BYTES
+    if budget_bytes < largest:
+        needed = copies + (FACTORS + 1) * largest + MARGIN_BYTES
+        raise ConfigError(
+            f"--kvspec-draft-weights int4 needs {needed / GIB:.1f} GiB of GPU memory beside the "
+            f"model to make its copies, of which {free_bytes / GIB:.1f} GiB are free (allowed: "
+            "target, a smaller model or more ranks)"
+        )
+    return budget_bytes
 
 
 class DraftForward:
@@ -113,10 +170,17 @@ def make_draft_weights(
 ) -> DraftWeights | None:
     """Return the copies that --kvspec-draft-weights asks for. None: drafts use the model's own
     weights, or the server does not draft."""
+    return DraftWeights(runner, ranks) if has_copies(config, server_args) else None
+
+
+def has_copies(config: KVSpecConfig, server_args: Any) -> bool:
     drafts = config.max_draft_len and server_args.disaggregation_mode != "prefill"
-    if config.draft_weights == "target" or not drafts:
-        return None
-    return DraftWeights(runner, ranks)
+    return config.draft_weights != "target" and bool(drafts)
+
+
+def copy_bytes(layers: list[Any]) -> int:
+    """Return the bytes of copies of these layers on a GPU."""
+    return sum(int4_products.bytes_of(*layer.weight.shape) for layer in layers)
 
 
 def draft_weights_report(weights: DraftWeights | None) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def check_model(
         )
     _check_ranks(model, num_ranks, on_gpu)
     if on_gpu:
-        _check_for_kernels(model, num_ranks)
+        _check_for_kernels(config, model, num_ranks)
     codec = make_codec(
         config.codec,
         target=config.target,
@@ -78,7 +78,7 @@ def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:
         )
 
 
-def _check_for_kernels(model: Any, num_ranks: int) -> None:
+def _check_for_kernels(config: KVSpecConfig, model: Any, num_ranks: int) -> None:
     """Raise UnsupportedError for a model that the kernels of a GPU do not cover: KVSpec's, or
     FlashInfer's, which silently compute something else for head sizes not divisible by 64."""
     kv_heads = model.get_num_kv_heads(num_ranks)
@@ -93,6 +93,11 @@ def _check_for_kernels(model: Any, num_ranks: int) -> None:
                 f"--kvspec cannot serve {model.model_path} on a GPU: {what} {value} "
                 f"(allowed: {allowed})"
             )
+    if config.draft_weights == "int4" and model.dtype != torch.bfloat16:
+        raise UnsupportedError(
+            f"--kvspec-draft-weights int4 cannot serve {model.model_path} on a GPU: dtype "
+            f"{model.dtype} (allowed: --dtype bfloat16, or --kvspec-draft-weights target)"
+        )
 
 
 def model_config_of(fields: dict[str, Any]) -> Any:

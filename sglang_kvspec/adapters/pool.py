@@ -12,7 +12,13 @@ from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.compat.memory_pool import KVCache
 from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.compat.runtime_context import get_parallel
-from sglang_kvspec.adapters.pool_sizing import codec_of, describe, geometry_of, take_plan
+from sglang_kvspec.adapters.pool_sizing import (
+    codec_of,
+    describe,
+    draft_copy_bytes,
+    geometry_of,
+    take_plan,
+)
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
@@ -139,7 +145,8 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
         kv = GpuKVCache(geometry, codec, plan, torch.device(kvc.device, kvc.gpu_id))
     parallel = get_parallel()
     if parallel.tp_rank == 0:
-        logger.info(describe(plan, config, codec, geometry.page_size, parallel.tp_size))
+        copies = draft_copy_bytes(kvc, config)
+        logger.info(describe(plan, config, codec, geometry.page_size, parallel.tp_size, copies))
         if kvc.device != "cpu" and config.host_gb and not plan.host_pages:
             logger.warning(
                 "--kvspec-host-gb %g is not used: as many tokens fit into GPU memory without it",

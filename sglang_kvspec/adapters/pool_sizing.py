@@ -11,6 +11,7 @@ import torch
 from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.compat.pool_sizing import DefaultPoolConfigurator, MemoryPoolConfig
 from sglang_kvspec.adapters.draft_view import view_of
+from sglang_kvspec.adapters.draft_weights import copy_bytes, has_copies, linear_layers
 from sglang_kvspec.adapters.ranks import (
     least_of_all_ranks,
     ranks_on_a_machine,
@@ -19,6 +20,7 @@ from sglang_kvspec.adapters.ranks import (
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.units import GIB
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.staged_records import buffer_bytes
@@ -71,7 +73,20 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         if self._kvc.device == "cpu":
             available_bytes //= ranks_on_a_numa_node(self._kvc.server_args)
         self._budget_bytes = available_bytes - self._outside_bytes()
-        return self._plan(max_pages=None)
+        try:
+            return self._plan(max_pages=None)
+        except ConfigError as error:
+            copies = draft_copy_bytes(self._kvc, self._config)
+            if not copies:
+                raise
+            self._budget_bytes += copies
+            # Raises again if the memory of the copies would not have sufficed.
+            self._plan(max_pages=None)
+            raise ConfigError(
+                f"--kvspec-draft-weights int4 takes {copies / GIB:.2f} GiB for its copies, which "
+                "leaves too little KV memory: raise --mem-fraction-static or lower "
+                "--max-running-requests, or leave the flag out"
+            ) from error
 
     def calculate_pool_sizes_from_max_tokens(
         self, max_total_num_tokens: int, page_size: int
@@ -168,6 +183,16 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         return MemoryPoolConfig(max_total_num_tokens=plan.num_pages * geometry.page_size)
 
 
+def draft_copy_bytes(kvc: Any, config: KVSpecConfig) -> int:
+    """Return the GPU memory that 4-bit copies of weights for drafts take. They exist when the pool
+    is sized, so SGLang's budget is without it. 0 on a CPU."""
+    if config.draft_weights == "target" or kvc.device == "cpu":
+        return 0
+    if not has_copies(config, kvc.server_args):
+        return 0
+    return copy_bytes(linear_layers(kvc.model))
+
+
 def available_host_bytes() -> int:
     """Return the host memory that the residual store may take if its size is not given."""
     return max(int(psutil.virtual_memory().available) - HOST_RESERVE_BYTES, 0)
@@ -207,11 +232,16 @@ def page_bytes_of(geometry: KVGeometry, codec: Codec) -> PageBytes:
 
 
 def describe(
-    plan: CapacityPlan, config: KVSpecConfig, codec: Codec, page_size: int, num_ranks: int = 1
+    plan: CapacityPlan,
+    config: KVSpecConfig,
+    codec: Codec,
+    page_size: int,
+    num_ranks: int = 1,
+    copies_bytes: int = 0,
 ) -> str:
-    """Return the plan in one line for a person."""
+    """Return the plan in one line for a person. copies_bytes: from draft_copy_bytes()."""
     draft_len = config.draft_len if config.drafts else "off"
-    kept = plan.kept_anchor_pages * plan.page_bytes.anchor / GIB
+    kept, copies = plan.kept_anchor_pages * plan.page_bytes.anchor / GIB, copies_bytes / GIB
     return (
         f"KVSpec: {plan.num_pages * page_size} tokens fit{_limit(plan, page_size)}; "
         f"target {config.target}, codec {config.codec} "
@@ -222,6 +252,7 @@ def describe(
         f"{plan.window_pages * plan.page_bytes.plain / GIB:.2f} + residual cache "
         f"{plan.cache_pages * plan.page_bytes.residual / GIB:.2f}"
         f"{f' + kept anchors {kept:.2f}' if kept else ''}; "
+        f"{f'beside it 4-bit weights {copies:.2f} GiB; ' if copies_bytes else ''}"
         f"residual store {plan.host_bytes / GIB:.2f} GiB of host memory"
     )
 

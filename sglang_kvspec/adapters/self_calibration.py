@@ -109,11 +109,30 @@ def products_of(layers: Sequence[Any], products: Sequence[Any]) -> Iterator[None
             layer.quant_method = method
 
 
+def groups_within(layers: Sequence[Any], budget_bytes: int) -> Iterator[list[Any]]:
+    """Cut layers into groups, in order, whose moments take up to budget_bytes together. A layer
+    that takes more is a group of its own."""
+    group: list[Any] = []
+    taken = 0
+    for layer in layers:
+        if group and taken + moment_bytes(layer) > budget_bytes:
+            yield group
+            group, taken = [], 0
+        group.append(layer)
+        taken += moment_bytes(layer)
+    if group:
+        yield group
+
+
+def moment_bytes(layer: Any) -> int:
+    """Return the bytes of the layer's InputMoment."""
+    return torch.float32.itemsize * int(layer.weight.shape[1]) ** 2
+
+
 @torch.inference_mode()
-def input_moments(runner: Any, layers: Sequence[Any], ranks: Ranks) -> list[torch.Tensor]:
-    """Return the sum of x^T x over the inputs of each layer, fp32 [K, K], on text that the model
-    writes."""
-    texts = write_texts(runner, ranks, NUM_TEXTS, TEXT_LEN)
+def input_moments(runner: Any, layers: Sequence[Any], texts: torch.Tensor) -> list[torch.Tensor]:
+    """Return the sum of x^T x over the inputs of each layer, fp32 [K, K], in forwards of the model
+    over texts [count, length] int64, one at a time."""
     measured = [
         InputMoment(layer.quant_method, layer.weight.shape[1], layer.weight.device)
         for layer in layers
@@ -127,13 +146,16 @@ def input_moments(runner: Any, layers: Sequence[Any], ranks: Ranks) -> list[torc
     return [each.moment for each in measured]
 
 
+@torch.inference_mode()
 def write_texts(runner: Any, ranks: Ranks, count: int, length: int) -> torch.Tensor:
     """Return texts [count, length] int64 that the model writes at temperature 1, behind its first
     token and a random one. Rank 0 chooses the tokens of all ranks."""
     device = torch.device(runner.device)
-    chance = torch.Generator().manual_seed(SEED)
+    # On the device: a CPU takes longer for a draw from a large vocabulary than a GPU for a step.
+    chance = torch.Generator(device).manual_seed(SEED)
     texts = torch.zeros(count, length, dtype=torch.int64)
-    texts[:, :2] = torch.randint(runner.model_config.vocab_size, (count, 2), generator=chance)
+    size = runner.model_config.vocab_size
+    texts[:, :2] = torch.randint(size, (count, 2), generator=chance, device=device)
     first = _first_token(runner.model_config.hf_config)
     if first is not None:
         texts[:, 0] = first
@@ -145,7 +167,7 @@ def write_texts(runner: Any, ranks: Ranks, count: int, length: int) -> torch.Ten
             ids = texts[:, place].to(device)
             logits = run_model(runner, decode_batch(runner, ids, torch.full_like(ids, place)))
             if place:
-                chosen = torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=chance)
+                chosen = torch.multinomial(logits.float().softmax(-1), 1, generator=chance)
                 mine = chosen[:, 0].tolist()
                 texts[:, place + 1] = torch.tensor(ranks.numbers(mine, "texts of calibration"))
     return texts.to(device)

@@ -15,7 +15,7 @@ from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
 from sglang_kvspec.adapters.compat.runtime_context import get_serving
 from sglang_kvspec.adapters.compat.spec_worker import BaseSpecWorker
 from sglang_kvspec.adapters.draft_view import view_of
-from sglang_kvspec.adapters.draft_weights import draft_weights_report
+from sglang_kvspec.adapters.draft_weights import draft_weights_report, make_draft_weights
 from sglang_kvspec.adapters.logprobs import fill_logprobs
 from sglang_kvspec.adapters.prefill import Prefill
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
@@ -55,7 +55,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         self.speculative_num_draft_tokens = config.max_draft_len + 1
         self.counters = SpecCounters()
         self.ranks: Ranks = ranks_of(get_tp_group())
-        device = device_of(target_worker.model_runner)
+        runner = target_worker.model_runner
+        # Before SGLang sizes the KV pool, by the memory that is free then.
+        self._draft_weights = make_draft_weights(config, server_args, runner, self.ranks)
+        device = device_of(runner)
         self._sampler = SpecSampler(target_worker.random_seed, device)
         self._exporter: MetricsExporter | None = None
         self._remote_exporter: RemoteMetrics | None = None
@@ -77,6 +80,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             self.counters,
             req_to_token_pool,
             token_to_kv_pool_allocator,
+            self._draft_weights,
         )
         if self.server_args.enable_metrics and self.ranks.is_first:
             model_name = get_serving().served_model_name
@@ -95,6 +99,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     def forward_batch_generation(
         self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, **kwargs: Any
     ) -> GenerationBatchResult:
+        if self._draft_weights is not None:
+            # Here, not before each draft: captured drafts replay without asking. The pre-launched
+            # round was cancelled before the weights changed, so no draft runs now.
+            self._draft_weights.refresh()
         if batch.forward_mode.is_extend():
             result = self._prefill.run(batch)
         elif batch.forward_mode.is_idle():
@@ -206,7 +214,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             "resolved": resolved,
             "ranks": self.ranks.size,
             "pressure": pool.pressure.report(),
-            "draft_weights": draft_weights_report(parts.draft_weights),
+            "draft_weights": draft_weights_report(self._draft_weights),
             **self.loop.report(),
             **prefixes,
         }
@@ -218,8 +226,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             self.parts.pool.prefix_tiers.weights_will_change()
         if self.parts.disaggregation is not None:
             self.parts.disaggregation.weights_will_change()
-        if self.parts.draft_weights is not None:
-            self.parts.draft_weights.weights_will_change()
+        if self._draft_weights is not None:
+            self._draft_weights.weights_will_change()
         self.loop.overlap.cancel()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:

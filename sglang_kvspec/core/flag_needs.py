@@ -94,10 +94,6 @@ def drafts_at_all(config: Settings) -> bool:
     return bool(config.draft_len != 0)
 
 
-def never_on_a_gpu(config: Settings, server: Server) -> bool:
-    return False
-
-
 def reads_all_pages(config: Settings) -> bool:
     return config.draft_view in ("auto", "all")
 

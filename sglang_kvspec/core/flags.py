@@ -26,7 +26,6 @@ from sglang_kvspec.core.flag_needs import (
     fits_prefix_host,
     has_default_pages,
     is_not_contradicted,
-    never_on_a_gpu,
     prefills_one_request,
     reads_all_pages,
     reads_some_pages,
@@ -202,7 +201,7 @@ FLAGS: tuple[Flag, ...] = (
         default="target",
         help="weights that the model's own drafts multiply with: the model's (`target`), or "
         "copies of its linear layers in 4 bits (`int4`), made at the start, 4.5 bits a weight",
-        note="`int4` needs a CPU server so far",
+        note="`int4` needs a model in bf16 on a GPU",
         needs=(
             Need(
                 drafts_by_itself,
@@ -212,14 +211,6 @@ FLAGS: tuple[Flag, ...] = (
             Need(
                 drafts_at_all,
                 "{flag} {value} has no effect with --kvspec-draft-len 0 (allowed: auto, 1 or more)",
-            ),
-        ),
-        server_needs=(
-            ServerNeed(
-                never_on_a_gpu,
-                "{flag} {value} cannot be used on a GPU yet (allowed: target): products with 4-bit "
-                "weights have no kernel",
-                only_on_gpu=True,
             ),
         ),
     ),

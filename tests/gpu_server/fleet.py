@@ -51,6 +51,7 @@ ALWAYS_DRAFTS = "--kvspec-draft-len=12"
 # More than the residuals of any large pool. A store takes what the pool needs.
 HOSTED = "--kvspec-host-gb=8"
 INT8 = "--kvspec-target=int8"
+INT4_WEIGHTS = "--kvspec-draft-weights=int4"
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
 # SGLang retracts a request at every fifth step of several requests.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
@@ -208,6 +209,7 @@ class Fleet:
             "off": Spec(("--kvspec-draft-len=0",)),
             "exact": Spec((ALWAYS_DRAFTS,)),
             "pages": Spec((*PAGES, f"--max-running-requests={MANY_RUNNING}")),
+            "int4 weights": Spec((INT4_WEIGHTS, ALWAYS_DRAFTS, *PAGES)),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
             "crowded": Spec(PAGES, 2 * small, RETRACT),

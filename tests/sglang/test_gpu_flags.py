@@ -59,6 +59,19 @@ def test_models_no_kernel_covers(
     check_model(KVSpecConfig(), good, 64, on_gpu=True)
 
 
+def test_weights_of_four_bits_need_bf16_on_a_gpu() -> None:
+    config = KVSpecConfig(draft_weights="int4")
+    half, good = (
+        model_config_of({"model_path": str(DEMO_MODEL), "dtype": dtype})
+        for dtype in ("float16", "bfloat16")
+    )
+    with pytest.raises(UnsupportedError, match=r"int4 .*dtype torch.float16 .*--dtype bfloat16"):
+        check_model(config, half, 64, on_gpu=True)
+    check_model(KVSpecConfig(), half, 64, on_gpu=True)
+    check_model(config, half, 64)
+    check_model(config, good, 64, on_gpu=True)
+
+
 def test_heads_are_split_evenly(tmp_path: Path) -> None:
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     heads = {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64}
@@ -130,6 +143,7 @@ def test_what_a_gpu_cannot_serve_yet(
     for target in get_args(Target):
         check_gpu_flags(KVSpecConfig(target=target), DETERMINISTIC)
     check_gpu_flags(KVSpecConfig(), PREFILL | DETERMINISTIC)
+    check_gpu_flags(KVSpecConfig(draft_weights="int4"), DETERMINISTIC)
     check_gpu_flags(KVSpecConfig(target_attention="deterministic"), {})
     for mode in get_args(Transfer):
         check_gpu_flags(KVSpecConfig(transfer=mode), PREFILL)

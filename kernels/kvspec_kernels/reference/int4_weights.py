@@ -56,6 +56,23 @@ class RoundedGroup(NamedTuple):
 RoundGroup = Callable[[torch.Tensor, torch.Tensor], RoundedGroup]
 
 
+def empty(num_columns: int, num_inputs: int, device: torch.device) -> Int4Weight:
+    """Return a weight [num_columns, num_inputs] for write_rows(), all codes zero."""
+    num_groups = -(-num_inputs // GROUP)
+    return Int4Weight(
+        torch.zeros(num_columns, num_groups * GROUP // 2, dtype=torch.uint8, device=device),
+        torch.zeros(num_columns, num_groups, dtype=torch.bfloat16, device=device),
+        torch.zeros(num_columns, num_groups, dtype=torch.bfloat16, device=device),
+        num_inputs,
+    )
+
+
+def write_rows(weight: Int4Weight, begin: int, rows: Int4Weight) -> None:
+    """Replace rows of a weight, from row `begin` on, in place."""
+    for part, new in zip(weight[:3], rows[:3], strict=True):
+        part[begin : begin + len(new)] = new
+
+
 def round_to_nearest(weight: torch.Tensor) -> Int4Weight:
     """Encode a weight [N, K] of any floating dtype."""
     groups = _groups(weight)
@@ -107,7 +124,7 @@ def compensated_by(
     """Encode a weight [N, K], of which each row is rounded by itself. factor: from compensation(),
     fp32 [K, K]."""
     num_inputs = weight.shape[1]
-    left = weight.float().clone()
+    left = weight.to(torch.float32, copy=True)
     groups = []
     for begin in range(0, num_inputs, GROUP):
         end = min(begin + GROUP, num_inputs)

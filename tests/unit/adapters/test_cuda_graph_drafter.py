@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -45,21 +46,44 @@ class FakeGraphs:
 def make_drafter(make_device_kv, monkeypatch):
     monkeypatch.setattr(cuda_graph_drafter, "StepGraphs", FakeGraphs)
     makers = ("make_draft_step", "make_target_step", "make_short_target_step")
-    attention = SimpleNamespace(**dict.fromkeys(makers), short_steps_differ=True)
+    attention = SimpleNamespace(**{name: name for name in makers}, short_steps_differ=True)
     kv = make_device_kv(page_size=SIZE)
     runner = SimpleNamespace(
         max_running_requests=4,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8 * SIZE)),
     )
     sampler = SpecSampler(0, torch.device("cpu"))
-    return lambda view=None: cuda_graph_drafter.CudaGraphDrafter(
-        runner, None, attention, kv, MAX_STEPS, sampler, Ranks(), view
+    return lambda view=None, weights=None: cuda_graph_drafter.CudaGraphDrafter(
+        runner, None, attention, kv, MAX_STEPS, sampler, Ranks(), view, weights=weights
     )
 
 
 @pytest.fixture
 def drafter(make_drafter):
     return make_drafter()
+
+
+def test_only_drafts_are_captured_with_copies_of_weights(make_drafter, monkeypatch):
+    in_force, seen = [False], {}
+
+    @contextmanager
+    def copies():
+        in_force[0] = True
+        yield
+        in_force[0] = False
+
+    class NotedGraphs(FakeGraphs):
+        def __init__(self, forward, attention, rows, make_attention, **options):
+            super().__init__(forward, attention, rows, make_attention, **options)
+            seen[make_attention] = in_force[0]
+
+    monkeypatch.setattr(cuda_graph_drafter, "StepGraphs", NotedGraphs)
+    make_drafter(weights=SimpleNamespace(in_force=copies))
+    assert seen == {
+        "make_draft_step": True,
+        "make_target_step": False,
+        "make_short_target_step": False,
+    }
 
 
 def state_of(pending, committed_len, params=GREEDY):

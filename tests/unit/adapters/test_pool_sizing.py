@@ -10,8 +10,9 @@ import torch
 
 from sglang_kvspec.adapters import pool_sizing
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.kv.geometry import KVGeometry
-from sglang_kvspec.planning.capacity import PageBytes
+from sglang_kvspec.planning.capacity import PageBytes, window_pages_for
 
 GIB = 2**30
 PAGE = PageBytes(plain=8 * 2**20, anchor=2 * 2**20, residual=8 * 2**20)
@@ -81,6 +82,71 @@ def test_a_choice_of_pages_needs_memory_of_a_gpu(monkeypatch):
     assert nbytes() == nbytes(draft_view="pages") == 8 * (lists + scores + 32 * 4 * 8 * 64 * 2)
     assert nbytes(max_running=16) == 2 * nbytes()
     assert nbytes("prefill") == nbytes(draft_view="all") == nbytes(draft_len=0) == 0
+
+
+@pytest.fixture
+def kvc_with_layers(monkeypatch):
+    """Return a function that makes a configurator of a model with one linear layer [96, 256]."""
+    layer = SimpleNamespace(weight=torch.empty(96, 256))
+    monkeypatch.setattr(pool_sizing, "linear_layers", lambda model: [layer])
+
+    def make(device="cuda", mode="null"):
+        return SimpleNamespace(
+            device=device,
+            server_args=SimpleNamespace(
+                max_running_requests=8, tp_size=1, nnodes=1, disaggregation_mode=mode
+            ),
+            model=None,
+            model_config=SimpleNamespace(context_len=32768),
+        )
+
+    return make
+
+
+def test_copies_of_weights_are_known(kvc_with_layers):
+    def nbytes(device="cuda", mode="null", **options):
+        kvc = kvc_with_layers(device, mode)
+        return pool_sizing.draft_copy_bytes(kvc, KVSpecConfig(**options))
+
+    # 4 codes in 2 bytes, scale and zero of 4 groups, and a counter for each 32 columns.
+    assert nbytes(draft_weights="int4") == 96 * (128 + 4 * 4) + 3 * 4
+    assert nbytes() == nbytes("cpu", draft_weights="int4") == 0
+    assert nbytes(mode="prefill", draft_weights="int4") == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "draft_weights", "expected"),
+    [
+        (0, "int4", "--kvspec-draft-weights int4 takes 0.00 GiB .*--mem-fraction-static"),
+        (-1, "int4", "KV memory do not hold the recent window"),
+        (0, "target", "KV memory do not hold the recent window"),
+    ],
+)
+def test_copies_that_leave_no_kv_memory_are_named(
+    plan_on_gpu, kvc_with_layers, monkeypatch, extra, draft_weights, expected
+):
+    """The memory of the copies would suffice exactly for one page, or not quite."""
+    sizing = object.__new__(pool_sizing.KVSpecPoolConfigurator)
+    sizing._kvc, sizing._config = kvc_with_layers(), KVSpecConfig(draft_weights=draft_weights)
+    monkeypatch.setattr(sizing, "_outside_bytes", lambda: 0)
+    copies = pool_sizing.draft_copy_bytes(sizing._kvc, KVSpecConfig(draft_weights="int4"))
+    least = least_budget(sizing._config)
+    with pytest.raises(ConfigError, match=expected):
+        sizing.calculate_pool_sizes(least - copies + extra, 64)
+    sizing.calculate_pool_sizes(least, 64)
+
+
+def least_budget(config):
+    """Return the memory of the recent window, the padding page and one page."""
+    window_pages = window_pages_for(8, config.recent_pages, config.max_draft_len, 64)
+    return window_pages * PAGE.plain + 2 * PAGE.anchor + PAGE.residual
+
+
+def test_the_start_line_names_copies_of_weights(plan_on_gpu):
+    plan, codec = plan_on_gpu(), SimpleNamespace(anchor_bits_per_element=4.5)
+    line = pool_sizing.describe(plan, KVSpecConfig(), codec, 64, copies_bytes=3 * GIB // 2)
+    assert "; beside it 4-bit weights 1.50 GiB; residual store" in line
+    assert "weights" not in start_line(plan)
 
 
 def test_without_a_store_all_residuals_are_cached(plan_on_gpu):

@@ -110,13 +110,6 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         "--page-size 128 cannot be combined with --kvspec-target int8 on a GPU (allowed: 64)",
     ),
     (
-        {"draft_weights": "int4"},
-        {},
-        True,
-        "--kvspec-draft-weights int4 cannot be used on a GPU yet (allowed: target): products with "
-        "4-bit weights have no kernel",
-    ),
-    (
         {"host_gb": 64.5},
         {},
         False,

@@ -226,3 +226,8 @@ def test_graphs_replay_products(num_rows, device):
         graph.replay()
         assert_product(out, x, weight, bias)
     assert torch.equal(out, product(x, packed, bias))
+    # New weights, as after an update of the model: the graph multiplies with these.
+    other = weight._replace(zero=-weight.zero)
+    write_rows(packed, 0, other)
+    graph.replay()
+    assert_product(out, x, other, bias)
