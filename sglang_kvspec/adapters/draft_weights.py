@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 # Moments of inputs that a CPU holds at once.
 CPU_MOMENT_BYTES = GIB
 # Matrices of a moment's size that compensation() makes.
-FACTORS = 3
+FACTORS = 4
 # GPU memory for the rest: activations and logits of a text, and temporaries of a block of rows.
+# Before moments are measured, KV of the texts takes the memory of these.
 MARGIN_BYTES = 2 * GIB
 
 
@@ -112,10 +113,10 @@ class DraftWeights:
     def _make(self, runner: Any, ranks: Ranks) -> None:
         """Allocate the copies, and round a few layers at a time for inputs that are measured in
         forwards of their own: moments of all layers of a model of 8B take 30 GiB."""
-        texts = write_texts(runner, ranks, NUM_TEXTS, TEXT_LEN)
-        device = texts.device
+        device = self._layers[0].weight.device
         budget_bytes = _moment_budget(self._layers, device)
         self._copies = [WeightCopy(layer.weight, arithmetic_of(device)) for layer in self._layers]
+        texts = write_texts(runner, ranks, NUM_TEXTS, TEXT_LEN)
         copies = iter(self._copies)
         for group in groups_within(self._layers, budget_bytes):
             moments = input_moments(runner, group, texts)

@@ -26,8 +26,17 @@ SEED = 0
 Attend = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class NoPool:
+    """Stand-in for SGLang's KV pool. dtype: None, so that no model stores KV in it by itself."""
+
+    dtype = None
+
+
 class TextAttention:
     """Attention backend for forwards outside of SGLang's pools, by `attend`."""
+
+    # Some models look for the pool here.
+    token_to_kv_pool = NoPool()
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models import utils
 
 from kvspec_kernels.reference import int4_weights
 from sglang_kvspec.adapters import draft_weights, self_calibration, weight_copies
@@ -199,7 +201,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_moments_take_what_a_gpu_has_free(model: Any, gpu: Callable[[int], None]) -> None:
     layers, device = [model[0], model[2]], torch.device("cuda")
     moment = 4 * INPUTS**2
-    fixed = draft_weights.copy_bytes(layers) + 3 * moment + draft_weights.MARGIN_BYTES
+    fixed = draft_weights.copy_bytes(layers) + 4 * moment + draft_weights.MARGIN_BYTES
     for left in (moment, 50 * moment):
         gpu(fixed + left)
         assert draft_weights._moment_budget(layers, device) == left
@@ -266,6 +268,17 @@ def test_texts_that_grow_attend_like_whole_ones() -> None:
     for text in range(num_texts):
         whole = at_once.forward(q[text], k[text], v[text], layer, None)
         torch.testing.assert_close(torch.stack([step[text] for step in steps]), whole)
+
+
+def test_models_store_no_kv_while_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some models of a GPU write KV themselves, into a pool of this dtype."""
+    monkeypatch.setattr(utils, "_is_cuda", True)
+    monkeypatch.setattr(utils, "is_prefill_context_parallel_enabled", lambda: False)
+    attention = TextAttention(attend_to_whole_text)
+    with forward_context(ForwardContext(attn_backend=attention)):
+        assert not utils.enable_fused_set_kv_buffer(SimpleNamespace())
+        monkeypatch.setattr(attention.token_to_kv_pool, "dtype", torch.bfloat16, raising=False)
+        assert utils.enable_fused_set_kv_buffer(SimpleNamespace())
 
 
 @pytest.mark.parametrize(("known", "first"), [(3, 3), (None, None), ([4, 5], None)])

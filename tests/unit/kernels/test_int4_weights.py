@@ -83,6 +83,18 @@ def test_independent_inputs_need_no_compensation() -> None:
     assert torch.equal(decode(encoded), decode(round_to_nearest(weight)))
 
 
+def test_the_factor_is_that_of_the_inverse_moment() -> None:
+    x = torch.randn(300, 100) * torch.linspace(0.1, 3, 100)
+    moment = x.t() @ x
+    factor = int4_weights.compensation(moment).double()
+    damping = int4_weights.DAMPINGS[0] * moment.double().diagonal().mean()
+    inverse = torch.linalg.inv(moment.double() + damping * torch.eye(100).double())
+    assert torch.equal(factor, factor.triu())
+    assert bool((factor.diagonal() > 0).all())
+    # fp32 has 24 bits; the moment's largest eigenvalue is about 1000 times its least one.
+    torch.testing.assert_close(factor.t() @ factor, inverse, rtol=1e-4, atol=1e-7)
+
+
 def test_a_moment_that_cannot_be_inverted_is_damped_more(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(50, 100)
     moment = x.t() @ x
