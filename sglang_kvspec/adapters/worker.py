@@ -99,10 +99,10 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
     def forward_batch_generation(
         self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, **kwargs: Any
     ) -> GenerationBatchResult:
-        if self._draft_weights is not None:
+        if self.parts.draft_weights is not None:
             # Here, not before each draft: captured drafts replay without asking. The pre-launched
             # round was cancelled before the weights changed, so no draft runs now.
-            self._draft_weights.refresh()
+            self.parts.draft_weights.refresh()
         if batch.forward_mode.is_extend():
             result = self._prefill.run(batch)
         elif batch.forward_mode.is_idle():
@@ -214,7 +214,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             "resolved": resolved,
             "ranks": self.ranks.size,
             "pressure": pool.pressure.report(),
-            "draft_weights": draft_weights_report(self._draft_weights),
+            "draft_weights": draft_weights_report(parts.draft_weights),
             **self.loop.report(),
             **prefixes,
         }
@@ -226,8 +226,8 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
             self.parts.pool.prefix_tiers.weights_will_change()
         if self.parts.disaggregation is not None:
             self.parts.disaggregation.weights_will_change()
-        if self._draft_weights is not None:
-            self._draft_weights.weights_will_change()
+        if self.parts.draft_weights is not None:
+            self.parts.draft_weights.weights_will_change()
         self.loop.overlap.cancel()
 
     def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:

@@ -172,7 +172,7 @@ def compensation(moment: torch.Tensor) -> torch.Tensor:
     upper = lower.flip(0, 1)
     del lower
     identity = torch.eye(len(moment), device=moment.device)
-    factor = torch.linalg.solve_triangular(upper, identity, upper=True)
+    factor: torch.Tensor = torch.linalg.solve_triangular(upper, identity, upper=True)
     del upper, identity
     return factor.contiguous()
 

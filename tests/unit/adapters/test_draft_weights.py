@@ -24,6 +24,7 @@ from sglang_kvspec.adapters.self_calibration import (
     products_of,
 )
 from sglang_kvspec.adapters.weight_copies import KERNELS, REFERENCE
+from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.runtime.ranks import Ranks
@@ -118,6 +119,26 @@ def test_new_weights_are_copied_before_the_next_draft(model: Any, weights: Draft
     assert is_product(drafted, x, model[0])
     assert weights.num_made == 2
     assert addresses(weights) == places, "captured graphs hold the addresses"
+
+
+@pytest.mark.parametrize("is_prefill", [True, False], ids=["prefill", "round"])
+def test_copies_are_made_again_before_anything_runs(is_prefill: bool) -> None:
+    """Replays of captured drafts do not ask for it."""
+    done: list[str] = []
+
+    def run(batch: Any) -> Any:
+        done.append("run")
+        return SimpleNamespace(new_seq_lens=None)
+
+    worker = object.__new__(KVSpecWorker)
+    worker.parts = SimpleNamespace(
+        draft_weights=SimpleNamespace(refresh=lambda: done.append("refresh"))
+    )
+    worker._prefill, worker._run_round = SimpleNamespace(run=run), run
+    worker._publish = lambda: None
+    mode = SimpleNamespace(is_extend=lambda: is_prefill, is_idle=lambda: False)
+    worker.forward_batch_generation(SimpleNamespace(forward_mode=mode))
+    assert done == ["refresh", "run"]
 
 
 def addresses(weights: DraftWeights) -> list[int]:
