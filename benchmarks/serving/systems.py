@@ -13,6 +13,9 @@ EXACT, INT8 = (("--kvspec", f"--kvspec-target={name}") for name in ("exact", "in
 ALL_PAGES = "--kvspec-draft-view=all"
 # End of the names of systems whose drafts read all pages.
 READS_ALL = "-all"
+DRAFT_WEIGHTS = "--kvspec-draft-weights=int4"
+# End of the names of systems that draft with weights in 4 bits.
+INT4_WEIGHTS = "-w4"
 DETERMINISTIC = "--enable-deterministic-inference"
 
 
@@ -34,6 +37,8 @@ SYSTEMS = {
         System("int8", INT8, target="int8"),
         System(f"exact{READS_ALL}", (*EXACT, ALL_PAGES), target="exact"),
         System(f"int8{READS_ALL}", (*INT8, ALL_PAGES), target="int8"),
+        System(f"exact{INT4_WEIGHTS}", (*EXACT, DRAFT_WEIGHTS), target="exact"),
+        System(f"int8{INT4_WEIGHTS}", (*INT8, DRAFT_WEIGHTS), target="int8"),
         System("bf16-deterministic", (DETERMINISTIC,)),
         System("exact-deterministic", (*EXACT, DETERMINISTIC), target="exact"),
         System("int8-deterministic", (*INT8, DETERMINISTIC), target="int8"),
