@@ -191,6 +191,9 @@ LOSSLESS_TITLES = {
         "",
     ),
     "lossless.seeded.mismatches": ("seeded answers of 325 that differ, on a CPU", "0"),
+    "gpu_tests.passed": ("tests of `tests/gpu_server` that passed, two H100s", ""),
+    "gpu_tests.failed": ("those that failed", "0"),
+    "gpu_tests.seconds": ("seconds that they took", "600 or less"),
     "lossless.attention.16x32768.13_queries.share_of_copy": (
         "attention of 13 tokens of 16 x 32K, share of a copy's bandwidth",
         "0.75",
