@@ -224,6 +224,7 @@ EXACTRES_TITLES = {
 }
 # Ways to multiply, as they are called in figures.
 PRODUCTS = {"torch": "torch.mm", "sglang": "SGLang, Triton", "deepgemm": "DeepGEMM"}
+INT4_ROWS = (1, 4, 8, 16, 32, 48, 64)
 PRODUCT_ROWS = (1, 16, 64, 104, 208, 336, 1024, 8192)
 
 
@@ -255,6 +256,7 @@ def all_tables() -> dict[str, str]:
         "draft_weights": _goals(_figures("draft_weights_eval31m_2k"), WEIGHTS_TITLES),
         "architectures": architectures_table(RESULTS / "architectures.json"),
         "products": products_table(_figures("deterministic_kernels")),
+        "int4_products": int4_table(_figures("int4_products"), _figures("int4_marlin")),
         "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),
         "serving": tables.block(),
         "summary": summary(),
@@ -328,6 +330,24 @@ def products_table(figures: Sequence[Mapping[str, Any]]) -> str:
         name = f"product.layer.{count}_rows"
         others = [f"{values[f'{name}.vs_{system}']:.2f}x" for system in PRODUCTS]
         lines.append(f"| {count:,} | {values[f'{name}.us']:,.0f} | {' | '.join(others)} |")
+    return "\n".join(lines)
+
+
+def int4_table(figures: Sequence[Mapping[str, Any]], marlin: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many times as fast as bf16 products with weights in 4 bits are, by number of
+    rows. marlin: figures of the run with Marlin."""
+    ours, theirs = ({row["name"]: row["value"] for row in rows} for rows in (figures, marlin))
+    lines = [
+        "| rows | bf16, us | 4 bits, us | times as fast | Marlin, times as fast |",
+        "|---|---|---|---|---|",
+    ]
+    for count in INT4_ROWS:
+        name = f"w4.triton_best.m{count}"
+        other = theirs.get(f"w4.marlin.m{count}")
+        lines.append(
+            f"| {count} | {ours[f'w4.bf16.m{count}.us']:.0f} | {ours[f'{name}.us']:.0f} | "
+            f"{ours[name]:.2f}x | {'' if other is None else f'{other:.2f}x'} |"
+        )
     return "\n".join(lines)
 
 

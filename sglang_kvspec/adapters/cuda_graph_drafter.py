@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -93,9 +92,10 @@ class CudaGraphDrafter:
             # Products with copies must not overlap. Replays do not, though draft() runs on the side
             # stream and read_prompt_end() on the main one: each stream waits for the other before,
             # see SideStream and RoundLoop.interrupt(). Verifications use no copies.
-            copies = nullcontext() if weights is None else weights.in_force()
-            with draft_operators(), copies:
-                self._drafts = capture(attention.make_draft_step, may_use_other_blas=is_alone)
+            with draft_operators():
+                self._drafts = capture(
+                    attention.make_draft_step, may_use_other_blas=is_alone, weights=weights
+                )
         # Graphs that made the newest plain steps.
         self._advancing = self._target
         self.empty_step_s = self._short_target.time_empty_step()

@@ -83,6 +83,11 @@ class DraftWeights:
     def nbytes(self) -> int:
         return sum(copy.nbytes for copy in self._copies)
 
+    @property
+    def most_rows(self) -> int:
+        """Most rows of a forward that is faster with copies."""
+        return self._copies[0].arithmetic.most_rows
+
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Let the model multiply with the copies. No target forward may run in this context. Graphs

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from sglang_kvspec.adapters.compat.parallel_state import graph_capture
+from sglang_kvspec.adapters.draft_weights import DraftWeights
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
@@ -43,14 +44,17 @@ class StepGraphs:
         make_attention: Callable[[DraftRows, int], StepAttention],
         *,
         may_use_other_blas: bool = False,
+        weights: DraftWeights | None = None,
     ) -> None:
         """make_attention: makes the attention of the first n rows. may_use_other_blas: OTHER_BLAS
-        computes products if it is faster, although it rounds differently from torch's library."""
+        computes products if it is faster, although it rounds differently from torch's library.
+        weights: copies that graphs of up to weights.most_rows rows multiply with."""
         self._forward = forward
         self._attention = attention
         self._rows = rows
         self._make_attention = make_attention
         self._may_use_other_blas = may_use_other_blas
+        self._weights = weights
         self.batch_sizes = batch_sizes(rows.max_batch)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         # A graph holds addresses only: the tensors there must live as long as the graph.
@@ -96,12 +100,17 @@ class StepGraphs:
         attended.plan([])
         self._steps[batch] = attended
         self._attention.begin_steps(self._rows, attended)
+        weights = self._weights
+        copies: AbstractContextManager[None] = nullcontext()
+        if weights is not None and batch <= weights.most_rows:
+            copies = weights.in_force()
         try:
-            graph = self._forward.capture(self._rows, batch, stream, WARM_UPS)
-            if self._may_use_other_blas:
-                with _other_blas():
-                    other = self._forward.capture(self._rows, batch, stream, WARM_UPS)
-                graph = min(graph, other, key=self._time)
+            with copies:
+                graph = self._forward.capture(self._rows, batch, stream, WARM_UPS)
+                if self._may_use_other_blas:
+                    with _other_blas():
+                        other = self._forward.capture(self._rows, batch, stream, WARM_UPS)
+                    graph = min(graph, other, key=self._time)
         finally:
             self._attention.end_captured()
         self._graphs[batch] = graph

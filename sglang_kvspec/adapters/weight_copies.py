@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,25 +12,36 @@ from kvspec_kernels.ops import int4_products, int4_rounding
 from kvspec_kernels.reference import int4_weights
 from kvspec_kernels.reference.int4_weights import Int4Weight, RoundGroup
 
-# Rows that are rounded at once. Full-precision temporaries of a block then take 1 GiB for the
-# widest layers, and a GPU has a program for each multiprocessor.
-ROWS_AT_ONCE = 2048
+# Weights that are rounded at once, in whole rows. Full-precision temporaries then take 1 GiB. A
+# GPU rounds a group of 64 inputs of all these rows in one launch, so many rows are better.
+WEIGHTS_AT_ONCE = 2048 * 14336
 
 
 class Arithmetic(NamedTuple):
-    """Functions over the copies of a device. product and write_rows take what empty returns."""
+    """Functions over the copies of a device. product and write_rows take what empty returns.
+    most_rows: with more rows, products with copies are no faster than with the weights."""
 
     empty: Callable[[int, int, torch.device], Any]
     write_rows: Callable[[Any, int, Int4Weight], None]
     product: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
     round_group: RoundGroup
+    most_rows: int
 
 
 REFERENCE = Arithmetic(
-    int4_weights.empty, int4_weights.write_rows, int4_weights.product, int4_weights.round_group
+    int4_weights.empty,
+    int4_weights.write_rows,
+    int4_weights.product,
+    int4_weights.round_group,
+    # Nothing is faster on a CPU. Tests of a few requests shall not depend on their number.
+    most_rows=sys.maxsize,
 )
 KERNELS = Arithmetic(
-    int4_products.empty, int4_products.write_rows, int4_products.product, int4_rounding.round_group
+    int4_products.empty,
+    int4_products.write_rows,
+    int4_products.product,
+    int4_rounding.round_group,
+    int4_products.MOST_ROWS,
 )
 
 
@@ -53,8 +65,9 @@ class WeightCopy:
     def write(self, weight: torch.Tensor, encode: Callable[[torch.Tensor], Int4Weight]) -> None:
         """Replace the copy, in place, with `weight` as `encode` rounds it. encode: takes some rows
         of the weight, each of which must not depend on the others."""
-        for begin in range(0, len(weight), ROWS_AT_ONCE):
-            rows = encode(weight[begin : begin + ROWS_AT_ONCE])
+        rows_at_once = max(WEIGHTS_AT_ONCE // weight.shape[1], 1)
+        for begin in range(0, len(weight), rows_at_once):
+            rows = encode(weight[begin : begin + rows_at_once])
             self.arithmetic.write_rows(self._copy, begin, rows)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

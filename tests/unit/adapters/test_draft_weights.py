@@ -158,7 +158,7 @@ def test_large_weights_are_rounded_in_blocks_of_rows(
     whole = [part.clone() for part in weights._copies[0]._copy[:2]]
     for part in weights._copies[0]._copy[:2]:
         part.zero_()
-    monkeypatch.setattr(weight_copies, "ROWS_AT_ONCE", 37)
+    monkeypatch.setattr(weight_copies, "WEIGHTS_AT_ONCE", 37 * 100)
     weights.weights_will_change()
     weights.refresh()
     assert all(map(torch.equal, weights._copies[0]._copy[:2], whole))
@@ -169,8 +169,8 @@ def test_sizes_are_reported(weights: DraftWeights, model: Any) -> None:
     assert draft_weights.draft_weights_report(None) == none
     layers = [model[0], model[2]]
     if weights._copies[0].arithmetic is KERNELS:
-        # Known before copies are made. 100 inputs are a chunk of 256, and 32 columns a tile.
-        num_bytes = (INPUTS + OUTPUTS) * (128 + 4 * 4) + 4 * (4 + 1)
+        # Known before copies are made. 100 inputs are a chunk of 256, and 64 columns a tile.
+        num_bytes = (INPUTS + OUTPUTS) * (128 + 4 * 4) + 4 * (2 + 1)
         assert draft_weights.copy_bytes(layers) == num_bytes
     else:
         # 100 inputs are two groups of 64.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +26,13 @@ class FakeForward:
         self.seconds, self.now = seconds, 0.0
         self.logits = torch.zeros(8, 1)
         self.own = library()
+        self.reads_copies = False
+
+    @contextmanager
+    def copies(self):
+        self.reads_copies = True
+        yield
+        self.reads_copies = False
 
     def capture(self, rows, num_tokens, stream, warm_ups):
         assert library() in (self.own, OTHER)
@@ -34,13 +41,15 @@ class FakeForward:
         def replay():
             self.now += self.seconds(num_tokens, is_other)
 
-        return SimpleNamespace(replay=replay, is_other=is_other)
+        return SimpleNamespace(replay=replay, is_other=is_other, reads_copies=self.reads_copies)
 
 
 @pytest.fixture
 def captured(monkeypatch):
-    def make(seconds, **settings):
+    def make(seconds, most_rows=None, **settings):
         forward = FakeForward(seconds)
+        if most_rows is not None:
+            settings["weights"] = SimpleNamespace(most_rows=most_rows, in_force=forward.copies)
         monkeypatch.setattr(
             step_graphs, "graph_capture", lambda: nullcontext(SimpleNamespace(stream=None))
         )
@@ -77,3 +86,12 @@ def test_equally_fast_libraries_leave_the_choice_to_torch(captured):
 def test_target_steps_use_the_library_that_torch_is_set_to(captured):
     graphs = captured(lambda num_rows, is_other: 1.0 - is_other / 2)
     assert not any(used(graphs).values())
+
+
+@pytest.mark.parametrize("may_use_other_blas", [False, True])
+def test_few_rows_multiply_with_copies(captured, may_use_other_blas):
+    graphs = captured(
+        lambda num_rows, is_other: 1.0, most_rows=4, may_use_other_blas=may_use_other_blas
+    )
+    copies = {size: graph.reads_copies for size, graph in graphs._graphs.items()}
+    assert copies == {1: True, 2: True, 4: True, 8: False}
