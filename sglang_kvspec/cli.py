@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_kvspec.core.config import AUTO_BUDGET, DEFAULT_PAGE_SIZE, Target
+from sglang_kvspec.core.config import AUTO_BUDGET, DEFAULT_PAGE_SIZE, Target, Weights
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flags import FLAG_OF
 from sglang_kvspec.planning.costs import AcceptanceCurve
@@ -138,6 +138,7 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
         max_requests=args.max_running_requests,
         memory_share=args.mem_fraction_static,
         draft_budget=draft_budget(args.draft_budget),
+        draft_weights=args.draft_weights,
     )
 
 
@@ -290,6 +291,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     flag = FLAG_OF["draft_budget"]
     add("--draft-budget", metavar=flag.kind.metavar, default=flag.default, help=flag.help_line())
+    add(
+        "--draft-weights",
+        choices=get_args(Weights),
+        default=FLAG_OF["draft_weights"].default,
+        help="weights that drafts read: the model's (target), copies in 4 bits (int4), or those "
+        "with the most tokens a second (auto) (default: %(default)s)",
+    )
     add("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="page size (default: %(default)s)")
     add(
         "--max-running-requests",

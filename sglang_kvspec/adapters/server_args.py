@@ -112,15 +112,18 @@ def build_server_args(make: Callable[..., Any], arguments: Mapping[str, Any]) ->
         check_cpu_flags(config, kwargs)
     # Imported late: a plain server loads neither codecs nor checks.
     from sglang_kvspec.adapters.model_check import check_model, model_config_of
+    from sglang_kvspec.adapters.weights_choice import with_weights
 
     fields = kwargs | _implied(config, kwargs)
+    model = model_config_of(fields)
     check_model(
         config,
-        model_config_of(fields),
+        model,
         fields["page_size"],
         on_gpu=on_gpu,
         num_ranks=fields.get("tp_size") or 1,
     )
+    config = with_weights(config, fields, model, on_gpu=on_gpu)
     activation.switch_on(config)
     server_args = make(**fields)
     server_args._kvspec = config

@@ -12,6 +12,7 @@ from sglang_kvspec.core.flags import (
     AUTO_DRAFT_LEN,
     AUTO_DRAFT_VIEW,
     AUTO_SCHEDULE,
+    AUTO_WEIGHTS,
     DEFAULT_PREFIX_GB,
     DEFAULTS,
     FLAGS,
@@ -36,6 +37,7 @@ __all__ = [
     "AUTO_DRAFT_LEN",
     "AUTO_DRAFT_VIEW",
     "AUTO_SCHEDULE",
+    "AUTO_WEIGHTS",
     "DEFAULT_PAGE_SIZE",
     "DEFAULT_PREFIX_GB",
     "LOOPBACK",
@@ -49,6 +51,7 @@ __all__ = [
     "Stream",
     "Target",
     "Transfer",
+    "Weights",
 ]
 
 # With the pending token, as many tokens as verify kernels take at once. One more draft would cost a

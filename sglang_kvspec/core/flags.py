@@ -42,12 +42,13 @@ from sglang_kvspec.core.seams import (
 Target = Literal["exact", "int8"]
 Arithmetic = Literal["fast", "deterministic"]
 Stream = Literal["paced", "burst"]
-Weights = Literal["target", "int4"]
+Weights = Literal["auto", "target", "int4"]
 
 AUTO_DRAFT_LEN = "auto"
 AUTO_SCHEDULE = "auto"
 AUTO_DRAFT_VIEW = "auto"
 AUTO_BUDGET = "auto"
+AUTO_WEIGHTS = "auto"
 MAX_DRAFT_LEN = 64
 MOST_RECENT_PAGES = 64
 MAX_HOST_GB = MOST
@@ -199,8 +200,9 @@ FLAGS: tuple[Flag, ...] = (
         "draft_weights",
         choice_of(Weights),
         default="target",
-        help="weights that the model's own drafts multiply with: the model's (`target`), or "
-        "copies of its linear layers in 4 bits (`int4`), made at the start, 4.5 bits a weight",
+        help="weights that the model's own drafts multiply with: the model's (`target`), copies of "
+        "its linear layers in 4 bits (`int4`), made at the start, 4.5 bits a weight, or those for "
+        "which more tokens/s are expected (`auto`)",
         note="`int4` needs a model in bf16 on a GPU",
         needs=(
             Need(

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from sglang_kvspec.core.config import MAX_DRAFT_LEN
 from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.planning.draft_weights import int4_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,8 @@ class IterationCosts:
     arithmetic. plain_kv_token_s, draft_kv_token_s, verify_kv_token_s: reading KV, for each cached
     token that a row attends to. verify_pair_s: attention arithmetic of a verification, for each
     pair of a query token and a cached token. score_kv_token_s: scoring pages after a verification,
-    for each cached token.
+    for each cached token. copied_s: the part of weights_s that drafts read in 4 bits instead, 0
+    where they read the model's own weights.
     """
 
     overhead_s: float
@@ -123,6 +125,7 @@ class IterationCosts:
     kvspec_s: float = 0.0
     experts_s: float = 0.0
     expert_share: float = 1.0
+    copied_s: float = 0.0
 
     def seconds(
         self,
@@ -136,12 +139,19 @@ class IterationCosts:
 
         KV tokens are summed over the rows. Numbers may be averages. Verify rows are taken to be
         alike. An iteration without rows takes no time.
+
+        All rows draft together and verify together, so an average iteration drafts by as large a
+        share as its rows do.
         """
         num_tokens = num_draft_rows + verify_query_tokens
         if not num_tokens:
             return 0.0
+        saved_s = 0.0
+        if self.copied_s:
+            num_rows = num_draft_rows + num_verify_rows
+            saved_s = num_draft_rows / num_rows * self.copied_s * (1 - int4_time(num_rows))
         return (
-            self.base_seconds(num_tokens)
+            self.base_seconds(num_tokens, saved_s)
             + self.kvspec_s
             + self.draft_kv_token_s * draft_kv_tokens
             + self.score_kv_token_s * verify_kv_tokens
@@ -154,14 +164,14 @@ class IterationCosts:
             return 0.0
         return self.base_seconds(num_rows) + self.plain_kv_token_s * kv_tokens
 
-    def base_seconds(self, num_tokens: float) -> float:
+    def base_seconds(self, num_tokens: float, saved_s: float = 0.0) -> float:
         """Return the seconds of all but attention: overhead, and reading the weights or the
-        arithmetic on them, whichever takes longer."""
+        arithmetic on them, whichever takes longer. saved_s: by which reading is shorter."""
         touched = 1.0
         if self.experts_s:
             # Assumption: tokens choose experts independently of each other.
             touched = 1 - (1 - self.expert_share) ** num_tokens
-        weights = self.weights_s + self.experts_s * touched
+        weights = self.weights_s + self.experts_s * touched - saved_s
         return self.overhead_s + max(weights, self.token_s * num_tokens)
 
     def verify_attention_seconds(
@@ -184,6 +194,7 @@ class IterationCosts:
             self,
             weights_s=self.weights_s / memory,
             experts_s=self.experts_s / memory,
+            copied_s=self.copied_s / memory,
             plain_kv_token_s=self.plain_kv_token_s / memory,
             draft_kv_token_s=self.draft_kv_token_s / memory,
             score_kv_token_s=self.score_kv_token_s / memory,

@@ -113,6 +113,14 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 
+# Names that the driver gives GPUs.
+PRODUCTS: Mapping[str, str] = {
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H200": "H200",
+    "NVIDIA GH200 480GB": "GH200",
+}
+
 
 def find_device(name: str) -> Device:
     """Return the GPU of that name; case is ignored. Raises ConfigError naming the known GPUs."""

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, MAX_DRAFT_LEN, Target
+from sglang_kvspec.core.config import (
+    AUTO_WEIGHTS,
+    DEFAULT_PAGE_SIZE,
+    MAX_DRAFT_LEN,
+    Target,
+    Weights,
+)
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.capacity import PageBytes, window_pages_for
 from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
@@ -28,6 +34,7 @@ from sglang_kvspec.planning.draft_budget import (
     mass_read,
     share_read,
 )
+from sglang_kvspec.planning.draft_weights import INT4_BITS, INT4_KEPT
 from sglang_kvspec.planning.model_shape import ModelShape
 from sglang_kvspec.planning.record_bytes import page_bytes_of
 from sglang_kvspec.planning.throughput import Expectation, RequestBytes, Setting, expect
@@ -52,7 +59,8 @@ class Deployment:
 
     model: the whole model's shape, which tp ranks share. host_bytes: host memory for residuals of
     all ranks, inf for as much as needed. memory_share: share of HBM for weights and KV.
-    draft_budget: share of its pages that a request's drafts read, None for auto.
+    draft_budget: share of its pages that a request's drafts read, None for auto. draft_weights: the
+    weights that drafts read, AUTO_WEIGHTS for those with the most tokens a second.
     """
 
     model: ModelShape
@@ -68,6 +76,7 @@ class Deployment:
     memory_share: float = MEMORY_SHARE
     max_draft_len: int = MAX_DRAFT_LEN
     draft_budget: float | None = None
+    draft_weights: Weights = "target"
 
     def __post_init__(self) -> None:
         if self.max_requests < 1:
@@ -89,6 +98,17 @@ class Deployment:
                 f"the model's weights ({self.rank_shape.weight_bytes / 1e9:.1f} GB a GPU) leave no "
                 f"room for KV in {usable / 1e9:.1f} usable GB of {self.device.name}: raise --tp"
             )
+        if self.draft_weights == "int4":
+            if not self.can_copy:
+                raise ConfigError(
+                    "--draft-weights int4 needs a model in bfloat16 with linear layers (allowed: "
+                    "auto, target)"
+                )
+            if self.kv_bytes <= self.copies_bytes:
+                raise ConfigError(
+                    f"--draft-weights int4 takes {self.copies_bytes / 1e9:.1f} GB a GPU, and the "
+                    f"model leaves {self.kv_bytes / 1e9:.1f} GB: raise --tp, or leave it out"
+                )
 
     @property
     def rank_shape(self) -> ModelShape:
@@ -104,9 +124,29 @@ class Deployment:
         """HBM bytes of one rank that weights leave to KV."""
         return self.device.hbm_bytes * self.memory_share - self.rank_shape.weight_bytes
 
-    def costs(self, pages_read: float = ALL_PAGES) -> IterationCosts:
+    @property
+    def can_copy(self) -> bool:
+        """Whether the model has linear layers in 16 bits, which copies can be made of."""
+        return self.model.linear_params > 0 and self.model.weight_bytes_per_param == 2
+
+    @property
+    def copies_bytes(self) -> float:
+        """HBM bytes of one rank that copies of its weights for drafts take."""
+        return self.rank_shape.linear_params * INT4_BITS / 8
+
+    @property
+    def weights_to_try(self) -> tuple[Weights, ...]:
+        """Weights that drafts may read."""
+        if self.draft_weights != AUTO_WEIGHTS:
+            return (self.draft_weights,)
+        fits = self.can_copy and self.copies_bytes < self.kv_bytes
+        return ("target", "int4") if fits else ("target",)
+
+    def costs(
+        self, pages_read: float = ALL_PAGES, draft_weights: Weights = "target"
+    ) -> IterationCosts:
         """Seconds of each part of an iteration, from bytes and FLOPs and the shares reached.
-        pages_read: share of the pages that drafts read."""
+        pages_read: share of the pages that drafts read. draft_weights: target or int4."""
         shape, device, page = self.rank_shape, self.device, self.page_bytes
         shares = ATTENTION_SHARES[self.codec, self.target]
         per_param = shape.weight_bytes_per_param / device.read_bytes_per_s
@@ -122,6 +162,7 @@ class Deployment:
             weights_s=shape.dense_params * per_param,
             experts_s=shape.expert_params * per_param,
             expert_share=shape.expert_share,
+            copied_s=(draft_weights == "int4") * shape.linear_params * per_param,
             token_s=2 * shape.params_per_token / device.usable_flops,
             plain_kv_token_s=shape.kv_bytes_per_token / device.read_bytes_per_s,
             draft_kv_token_s=draft_s * pages_read,
@@ -130,8 +171,11 @@ class Deployment:
             verify_pair_s=pair_flops / (device.flops * shares.verify_flops),
         )
 
-    def setting(self, context_len: int, budget: float = ALL_PAGES) -> Setting:
-        """Return the setting of a context length, with drafts that read a budget's pages."""
+    def setting(
+        self, context_len: int, budget: float = ALL_PAGES, draft_weights: Weights = "target"
+    ) -> Setting:
+        """Return the setting of a context length, with drafts that read a budget's pages and these
+        weights."""
         if context_len < 1:
             raise ConfigError(f"--context must be >= 1, got {context_len}")
         page = self.page_bytes
@@ -140,6 +184,8 @@ class Deployment:
         curve = self.curve
         if pages_read < ALL_PAGES:
             curve = curve.thinned(kept_drafts(budget))
+        if draft_weights == "int4":
+            curve = curve.thinned(INT4_KEPT)
         window = window_pages_for(1, self.recent_pages, self.max_draft_len, self.page_size)
         return Setting(
             context_len=context_len,
@@ -148,11 +194,12 @@ class Deployment:
                 always=num_pages * page.anchor + window * page.plain,
                 residual=num_pages * page.residual,
             ),
-            costs=self.costs(pages_read),
+            costs=self.costs(pages_read, draft_weights),
             curve=curve,
             kv_bytes=self.kv_bytes,
             link_bytes_per_s=self.device.fetch_bytes_per_s,
             host_bytes=self.host_bytes / self.tp,
+            copies_bytes=self.copies_bytes if draft_weights == "int4" else 0.0,
             max_requests=self.max_requests,
             max_draft_len=self.max_draft_len,
             pages_read=pages_read,
@@ -180,8 +227,12 @@ def forecast(deployment: Deployment, context_len: int) -> Forecast:
             f"--context must be at most {longest}, the longest context of the model "
             f"(max_position_embeddings in its config), got {context_len}"
         )
-    budgets = reversed(allowed_budgets(deployment.draft_budget, may_read_all=True))
-    settings = [deployment.setting(context_len, budget) for budget in budgets]
+    budgets = allowed_budgets(deployment.draft_budget, may_read_all=True)
+    settings = [
+        deployment.setting(context_len, budget, weights)
+        for weights in deployment.weights_to_try
+        for budget in reversed(budgets)
+    ]
     return Forecast(
         context_len,
         resident=_best(expect(replace(each, host_bytes=0.0), may_fetch=False) for each in settings),

@@ -60,6 +60,8 @@ def recommend(deployment: Deployment, chosen: Forecast, model: Path) -> Launch |
         return Launch(tuple(arguments), reason)
     host_gib = store_gib(deployment, best) if needs_host else 0
     arguments += _kvspec_arguments(deployment, best.cycle, host_gib)
+    if best.setting.copies_bytes:
+        arguments += ["--kvspec-draft-weights", "int4"]
     place = "host memory" if needs_host else "HBM"
     plain = best.setting.plain_tokens_per_s
     return Launch(

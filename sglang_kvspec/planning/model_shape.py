@@ -33,7 +33,8 @@ class ModelShape:
 
     dense_params: parameters that every token needs. expert_params: parameters of all num_experts
     routed experts, of which a token takes experts_per_token. embed_params: parameters that are
-    looked up, never read whole.
+    looked up, never read whole. linear_params: those of dense_params in linear layers, which are
+    all but the output projection and routers.
     """
 
     num_layers: int
@@ -42,6 +43,7 @@ class ModelShape:
     head_dim: int
     dense_params: int
     embed_params: int
+    linear_params: int = 0
     expert_params: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
@@ -89,14 +91,16 @@ class ModelShape:
         tied = bool(config.get("tie_word_embeddings", False))
         attention = 2 * hidden * head_dim * (heads + kv_heads)
         feed_forward = _FeedForward.from_config(config, hidden, layers)
+        linear = layers * attention + feed_forward.dense_params
         return cls(
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             # A step reads the whole output projection, which is the embedding if tied.
-            dense_params=layers * attention + feed_forward.dense_params + vocabulary,
+            dense_params=linear + feed_forward.router_params + vocabulary,
             embed_params=0 if tied else vocabulary,
+            linear_params=linear,
             expert_params=feed_forward.expert_params,
             num_experts=feed_forward.num_experts,
             experts_per_token=feed_forward.experts_per_token,
@@ -124,15 +128,18 @@ class ModelShape:
             num_kv_heads=max(self.num_kv_heads // tp, 1),
             dense_params=-(-self.dense_params // tp),
             embed_params=-(-self.embed_params // tp),
+            linear_params=-(-self.linear_params // tp),
             expert_params=-(-self.expert_params // tp),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _FeedForward:
-    """Parameters of all layers' feed-forward blocks; dense_params includes routers."""
+    """Parameters of all layers' feed-forward blocks. dense_params: in linear layers of all
+    tokens."""
 
     dense_params: int
+    router_params: int = 0
     expert_params: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
@@ -157,9 +164,13 @@ class _FeedForward:
         shared = config.get("shared_expert_intermediate_size") or (
             (config.get("n_shared_experts") or 0) * width
         )
-        dense += len(is_expert_layer) * (hidden * num_experts + matrix * shared)
+        num_sparse = len(is_expert_layer)
         return cls(
-            dense, len(is_expert_layer) * num_experts * matrix * width, num_experts, per_token
+            dense_params=dense + num_sparse * matrix * shared,
+            router_params=num_sparse * hidden * num_experts,
+            expert_params=num_sparse * num_experts * matrix * width,
+            num_experts=num_experts,
+            experts_per_token=per_token,
         )
 
 

@@ -48,6 +48,7 @@ def summary_rows(deployment: Deployment, chosen: Forecast) -> list[tuple[str, ..
         ("requests running", str(setting.plain_requests), *(str(_running(e)) for e in both)),
         ("requests that fetch residuals", "-", *(_of_cycle(e, "num_fetching") for e in both)),
         ("best draft length", "-", *(_of_cycle(e, "draft_len") for e in both)),
+        ("weights that drafts read", "-", *(_weights(e) for e in both)),
         ("pages that drafts read", "-", *(_share(e, "pages_read") for e in both)),
         ("attention mass on these pages", "-", *(_share(e, "mass_read") for e in both)),
         ("scoring pages, per iteration (ms)", "-", *(f"{_score_s(e) * 1e3:.2f}" for e in both)),
@@ -146,6 +147,7 @@ def _expectation(expected: Expectation) -> dict[str, Any]:
     return {
         "speculates": cycle is not None,
         "draft_len": cycle.draft_len if cycle else 0,
+        "draft_weights_bytes": expected.setting.copies_bytes if cycle else 0,
         "pages_read": expected.setting.pages_read if cycle else None,
         "mass_read": expected.setting.mass_read if cycle else None,
         "score_s": _score_s(expected),
@@ -181,6 +183,13 @@ def _accepted(expected: Expectation) -> str:
 
 def _share(expected: Expectation, field: str) -> str:
     return f"{100 * getattr(expected.setting, field):.0f} %" if expected.cycle else "-"
+
+
+def _weights(expected: Expectation) -> str:
+    if expected.cycle is None:
+        return "-"
+    copies = expected.setting.copies_bytes
+    return f"4 bits ({copies / GB:.1f} GB)" if copies else "the model's"
 
 
 def _score_s(expected: Expectation) -> float:

@@ -33,7 +33,8 @@ class RequestBytes:
 class Setting:
     """Everything that throughput depends on; one rank's share of what ranks divide.
 
-    kv_bytes: HBM left for KV. host_bytes: size of the residual store, inf for as much as needed, 0
+    kv_bytes: HBM left for KV. copies_bytes: what copies of weights for drafts take of it.
+    host_bytes: size of the residual store, inf for as much as needed, 0
     for none. link_bytes_per_s: from host memory to HBM. max_requests: limit of running requests.
     pages_read: share of its pages that a request's drafts read, as costs and curve have it.
     mass_read: share of the attention mass that is on these pages.
@@ -46,6 +47,7 @@ class Setting:
     kv_bytes: float
     link_bytes_per_s: float
     host_bytes: float = inf
+    copies_bytes: float = 0.0
     max_requests: int = 256
     max_draft_len: int = MAX_DRAFT_LEN
     pages_read: float = ALL_PAGES
@@ -57,9 +59,14 @@ class Setting:
         return self._at_most(self.kv_bytes / self.request.plain)
 
     @property
+    def left_bytes(self) -> float:
+        """HBM that copies leave to KV."""
+        return self.kv_bytes - self.copies_bytes
+
+    @property
     def resident_requests(self) -> int:
         """Requests that fit with all residuals in HBM."""
-        return self._at_most(self.kv_bytes / (self.request.always + self.request.residual))
+        return self._at_most(self.left_bytes / (self.request.always + self.request.residual))
 
     @property
     def most_requests(self) -> int:
@@ -67,7 +74,7 @@ class Setting:
         if not self.host_bytes:
             return self.resident_requests
         in_store = self._at_most(self.host_bytes / self.request.residual)
-        fetching = self._at_most((self.kv_bytes - self.request.residual) / self.request.always)
+        fetching = self._at_most((self.left_bytes - self.request.residual) / self.request.always)
         return min(in_store, max(fetching, self.resident_requests))
 
     @property
@@ -202,7 +209,7 @@ def _mixes(setting: Setting, draft_len: int, may_fetch: bool) -> Iterator[tuple[
         # Write-through: the store holds resident residuals, too.
         limit = min(limit, int(min(setting.host_bytes / request.residual, limit)))
     for num_fetching in range(limit + 1 if fetches else 1):
-        left = setting.kv_bytes - held_bytes(request, 0, num_fetching, draft_len)
+        left = setting.left_bytes - held_bytes(request, 0, num_fetching, draft_len)
         if left < 0:
             return
         fitting = int(left / (request.always + request.residual))

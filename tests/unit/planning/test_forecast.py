@@ -14,6 +14,7 @@ from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.costs import AcceptanceCurve
 from sglang_kvspec.planning.devices import ATTENTION_SHARES, READ_SHARE, find_device
 from sglang_kvspec.planning.draft_budget import ALL_PAGES, BUDGETS, kept_drafts
+from sglang_kvspec.planning.draft_weights import INT4_KEPT, int4_time
 from sglang_kvspec.planning.forecast import (
     MEASURED_ACCEPTANCE,
     Deployment,
@@ -160,6 +161,68 @@ def test_long_contexts_read_a_share_of_the_pages():
         assert ours.setting.pages_read < 0.2
         assert theirs.setting.pages_read == ALL_PAGES
         assert ours.tokens_per_s > 1.2 * theirs.tokens_per_s
+
+
+def test_products_with_copies_take_what_was_measured():
+    found = json.loads((RESULTS / "int4_products.json").read_text())["figures"]
+    figures = {figure["name"]: figure["value"] for figure in found}
+    for num_rows in (1, 4, 8, 16, 32, 48, 64):
+        times_as_fast = figures[f"w4.triton_best.m{num_rows}"]
+        assert int4_time(num_rows) == pytest.approx(1 / times_as_fast, rel=0.01)
+    assert int4_time(65) == 1
+
+
+def test_copies_lose_as_many_drafts_as_measured():
+    found = json.loads((RESULTS / "draft_weights_eval31m_2k.json").read_text())["figures"]
+    figures = {figure["name"]: figure["value"] for figure in found}
+    # The chance of a draft that gives the measured mean of 16 with the model's own weights.
+    curve = AcceptanceCurve.geometric(0.9927, 16)
+    mean = figures["w4.accept.target.mean"]
+    assert curve.expected_accepted(16) == pytest.approx(mean, rel=0.001)
+    kept = curve.thinned(INT4_KEPT).expected_accepted(16)
+    assert kept == pytest.approx(figures["w4.accept.own_text.mean"], rel=0.001)
+
+
+def test_copies_speed_up_one_request_and_take_memory_of_kv():
+    own, copies = (
+        forecast(deployment(draft_weights=weights, max_requests=1), 4096).resident
+        for weights in ("target", "int4")
+    )
+    assert copies.tokens_per_s > 1.2 * own.tokens_per_s
+    # 32 layers of the weights of bench_int4_products.py.
+    num_weights = 32 * (6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336)
+    assert copies.setting.copies_bytes == num_weights * 4.5 / 8
+    # Plain SGLang has no copies.
+    assert copies.setting.plain_requests == own.setting.plain_requests
+    full = [deployment(draft_weights=w, max_requests=10**6) for w in ("target", "int4")]
+    own, copies = (forecast(each, 4096).resident.setting for each in full)
+    lost = own.resident_requests - copies.resident_requests
+    size = copies.request.always + copies.request.residual
+    assert lost == pytest.approx(copies.copies_bytes / size, abs=1)
+
+
+def test_auto_takes_the_better_weights():
+    for model in (LLAMA_8B, QWEN3_32B):
+        for max_requests in (1, 256):
+            auto, *each = (
+                forecast(
+                    deployment(model=model, draft_weights=weights, max_requests=max_requests), 8192
+                ).fetched.tokens_per_s
+                for weights in ("auto", "target", "int4")
+            )
+            assert auto == max(each)
+
+
+def test_a_quantised_model_has_no_copies():
+    small = replace(LLAMA_8B, weight_bytes_per_param=1.0)
+    assert deployment(model=small, draft_weights="auto").weights_to_try == ("target",)
+    with pytest.raises(ConfigError, match=r"--draft-weights int4 needs a model in bfloat16"):
+        deployment(model=small, draft_weights="int4")
+
+
+def test_copies_must_leave_room_for_kv():
+    with pytest.raises(ConfigError, match=r"--draft-weights int4 takes 17\.\d GB a GPU, and the"):
+        deployment(model=QWEN3_32B, draft_weights="int4", memory_share=0.55)
 
 
 def test_drafts_that_are_seldom_right_read_what_is_best():

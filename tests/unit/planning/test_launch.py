@@ -98,6 +98,13 @@ def test_a_budget_of_the_plan_is_one_of_the_server(budget, flags):
     assert not flags or value(launch, flags[0]) == flags[1]
 
 
+@pytest.mark.parametrize(("weights", "asked"), [("target", False), ("int4", True)])
+def test_weights_of_the_plan_are_those_of_the_server(weights, asked):
+    launch = launch_of(deployment(draft_weights=weights), 8192)
+    assert ("--kvspec-draft-weights" in launch.arguments) == asked
+    assert not asked or value(launch, "--kvspec-draft-weights") == weights
+
+
 def test_where_speculation_does_not_pay_it_is_plain_sglang():
     launch = launch_of(deployment(target="exact", curve=AcceptanceCurve.geometric(0.1)))
     assert not any(argument.startswith("--kvspec") for argument in launch.arguments)

@@ -1,0 +1,19 @@
+"""What drafts with weights in 4 bits are expected to cost and to lose."""
+
+from __future__ import annotations
+
+# Bits of a copied weight: its code, and its share of a group's scale and zero.
+INT4_BITS = 4.5
+# Time of the products of an 8B layer with weights in 4 bits, relative to bf16, by rows: on an H100
+# (benchmarks/results/int4_products.json). Drafts of more rows use the model's own weights.
+INT4_TIMES = ((16, 0.485), (32, 0.545), (48, 0.665), (64, 0.68))
+# Chance that a draft which the target would accept from its own weights is accepted from 4 bits
+# too: of rounds of 16 drafts of eval-31m 0.971 of the accepted ones are left
+# (benchmarks/results/draft_weights_eval31m_2k.json).
+INT4_KEPT = 0.9965
+
+
+def int4_time(num_rows: float) -> float:
+    """Return the time of the products of a draft step where drafts may read 4 bits, relative to
+    bf16."""
+    return next((time for most, time in INT4_TIMES if num_rows <= most), 1.0)
