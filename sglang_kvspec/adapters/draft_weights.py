@@ -29,6 +29,7 @@ from sglang_kvspec.adapters.self_calibration import (
     products_of,
     write_texts,
 )
+from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
 from sglang_kvspec.adapters.weight_copies import WeightCopy, arithmetic_of
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
@@ -43,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 # Moments of inputs that a CPU holds at once.
 CPU_MOMENT_BYTES = GIB
+# Largest norm of the error of a checkpoint's weight, relative to the model's. Rounding to 4 bits
+# errs by about a tenth, and weights of another model by more than 1.
+MOST_ERROR = 0.5
 # Matrices of a moment's size that compensation() makes.
 FACTORS = 4
 # GPU memory for the rest: activations and logits of a text, and temporaries of a block of rows.
@@ -54,27 +58,36 @@ class DraftWeights:
     """Copies of the linear layers of a model that ranks share out. Embeddings, norms, routers, the
     vocabulary projection and fused experts have none: drafts use the model's own.
 
-    Rounding knows what inputs are like, from text that the model writes at the start. When the
-    model's weights change, refresh() rounds copies to the nearest codes. That is quick: requests
-    wait for it. Copies stay where they are in memory, so captured graphs may hold their addresses.
-    num_made: how often copies were made.
+    Rounding knows what inputs are like, from text that the model writes at the start. Or the copies
+    come from a checkpoint. When the model's weights change, refresh() rounds copies to the nearest
+    codes. That is quick: requests wait for it. Copies stay where they are in memory, so captured
+    graphs may hold their addresses. num_made: how often copies were made. checkpoint: the folder
+    that the newest ones come from, or None.
     """
 
-    def __init__(self, runner: Any, ranks: Ranks) -> None:
+    def __init__(
+        self, runner: Any, ranks: Ranks, checkpoint: WeightCheckpoint | None = None
+    ) -> None:
         """Must come before the KV pool, which gets the memory that copies leave, and all memory
         that only their rounding needs. Raises UnsupportedError for a model that has no weights to
-        copy, and ConfigError where a GPU has no room for copies."""
+        copy, and ConfigError where a GPU has no room for copies, or for a checkpoint that is not
+        one of this model."""
         begin = time.perf_counter()
         self._layers = linear_layers(runner.model)
         self.num_made = 0
         self._is_stale = False
+        self.checkpoint = None if checkpoint is None else str(checkpoint.folder)
         # Text does not have to be the target's own, and batch-invariant products of fp32 would
         # round to tf32.
         with torch.no_grad(), draft_operators():
-            self._make(runner, ranks)
+            if checkpoint is None:
+                self._make(runner, ranks)
+            else:
+                self._load(runner.model, checkpoint)
         logger.info(
-            "KVSpec: drafts use 4-bit copies of %d linear layers, %.2f GiB; they took %.1f s",
+            "KVSpec: drafts use 4-bit copies of %d linear layers%s, %.2f GiB; they took %.1f s",
             len(self._layers),
+            "" if checkpoint is None else f" from {checkpoint.folder}",
             self.nbytes / GIB,
             time.perf_counter() - begin,
         )
@@ -109,11 +122,39 @@ class DraftWeights:
             for layer, copy in zip(self._layers, self._copies, strict=True):
                 copy.write(layer.weight, int4_weights.round_to_nearest)
         self._is_stale = False
+        self.checkpoint = None
         self.num_made += 1
         logger.info(
             "KVSpec: the model's weights have changed; new 4-bit copies took %.1f s",
             time.perf_counter() - begin,
         )
+
+    def _load(self, model: Any, checkpoint: WeightCheckpoint) -> None:
+        """Allocate the copies, and fill them from a checkpoint."""
+        names = {id(module): name for name, module in model.named_modules()}
+        device = self._layers[0].weight.device
+        if device.type == "cuda":
+            _check_room(copy_bytes(self._layers) + MARGIN_BYTES, _free_bytes(device))
+        self._copies = []
+        for layer in self._layers:
+            name, weight = names[id(layer)], layer.weight
+            read = checkpoint.read(name, weight.device)
+            shape = (len(read.codes), read.num_inputs)
+            if shape != tuple(weight.shape):
+                raise ConfigError(
+                    f"--kvspec-draft-weights {checkpoint.folder}: {name} is {list(shape)}, and "
+                    f"{list(weight.shape)} in the model"
+                )
+            error = float(int4_weights.decode(read).sub_(weight).norm() / weight.float().norm())
+            if not error <= MOST_ERROR:
+                raise ConfigError(
+                    f"--kvspec-draft-weights {checkpoint.folder}: {name} differs from the model's "
+                    f"weight by {error:.2f} of its size (allowed: a checkpoint of the same model, "
+                    f"{MOST_ERROR:g})"
+                )
+            self._copies.append(WeightCopy(weight, arithmetic_of(weight.device)))
+            self._copies[-1].replace(read)
+        self.num_made += 1
 
     def _make(self, runner: Any, ranks: Ranks) -> None:
         """Allocate the copies, and round a few layers at a time for inputs that are measured in
@@ -144,18 +185,26 @@ def _moment_budget(layers: list[Any], device: torch.device) -> int:
     measure together. Raises ConfigError where a GPU has no room for copies and their rounding."""
     if device.type != "cuda":
         return CPU_MOMENT_BYTES
-    torch.cuda.empty_cache()
-    free_bytes = least_of_all_ranks(torch.cuda.mem_get_info(device)[0])
+    free_bytes = _free_bytes(device)
     copies, largest = copy_bytes(layers), max(map(moment_bytes, layers))
-    budget_bytes = free_bytes - copies - FACTORS * largest - MARGIN_BYTES
-    if budget_bytes < largest:
-        needed = copies + (FACTORS + 1) * largest + MARGIN_BYTES
+    _check_room(copies + (FACTORS + 1) * largest + MARGIN_BYTES, free_bytes)
+    return free_bytes - copies - FACTORS * largest - MARGIN_BYTES
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the GPU memory that is free on all ranks."""
+    torch.cuda.empty_cache()
+    return least_of_all_ranks(torch.cuda.mem_get_info(device)[0])
+
+
+def _check_room(needed_bytes: int, free_bytes: int) -> None:
+    """Raise ConfigError if a GPU has no room for copies and what it takes to make them."""
+    if free_bytes < needed_bytes:
         raise ConfigError(
-            f"--kvspec-draft-weights int4 needs {needed / GIB:.1f} GiB of GPU memory beside the "
-            f"model to make its copies, of which {free_bytes / GIB:.1f} GiB are free (allowed: "
-            "target, a smaller model or more ranks)"
+            f"--kvspec-draft-weights needs {needed_bytes / GIB:.1f} GiB of GPU memory beside the "
+            f"model to make copies in 4 bits, of which {free_bytes / GIB:.1f} GiB are free "
+            "(allowed: target, a smaller model or more ranks)"
         )
-    return budget_bytes
 
 
 class DraftForward:
@@ -176,12 +225,15 @@ def make_draft_weights(
 ) -> DraftWeights | None:
     """Return the copies that --kvspec-draft-weights asks for. None: drafts use the model's own
     weights, or the server does not draft."""
-    return DraftWeights(runner, ranks) if has_copies(config, server_args) else None
+    if not has_copies(config, server_args):
+        return None
+    folder = config.weight_checkpoint
+    return DraftWeights(runner, ranks, None if folder is None else WeightCheckpoint(folder))
 
 
 def has_copies(config: KVSpecConfig, server_args: Any) -> bool:
     drafts = config.max_draft_len and server_args.disaggregation_mode != "prefill"
-    return config.draft_weights != "target" and bool(drafts)
+    return config.copies_weights and bool(drafts)
 
 
 def copy_bytes(layers: list[Any]) -> int:
@@ -192,8 +244,13 @@ def copy_bytes(layers: list[Any]) -> int:
 def draft_weights_report(weights: DraftWeights | None) -> dict[str, Any]:
     """Return the section draft_weights of /server_info."""
     if weights is None:
-        return {"kind": "target", "bytes": 0, "made": 0}
-    return {"kind": "int4", "bytes": weights.nbytes, "made": weights.num_made}
+        return {"kind": "target", "bytes": 0, "made": 0, "checkpoint": None}
+    return {
+        "kind": "int4",
+        "bytes": weights.nbytes,
+        "made": weights.num_made,
+        "checkpoint": weights.checkpoint,
+    }
 
 
 def linear_layers(model: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
 from sglang_kvspec.codecs.registry import find_codec, make_codec
 from sglang_kvspec.core.codec_names import codec_names
 from sglang_kvspec.core.config import KVSpecConfig
@@ -47,6 +48,14 @@ def check_model(
             f"{model.head_dim} and V heads have size {model.v_head_dim} (allowed: equal sizes)"
         )
     _check_ranks(model, num_ranks, on_gpu)
+    if config.weight_checkpoint is not None:
+        if num_ranks > 1:
+            raise UnsupportedError(
+                f"--kvspec-draft-weights {config.weight_checkpoint} cannot be shared out to "
+                f"{num_ranks} ranks (allowed: auto, int4, target)"
+            )
+        # Reads no weights, but says now what would fail behind the model's load.
+        WeightCheckpoint(config.weight_checkpoint)
     if on_gpu:
         _check_for_kernels(config, model, num_ranks)
     codec = make_codec(
@@ -93,10 +102,11 @@ def _check_for_kernels(config: KVSpecConfig, model: Any, num_ranks: int) -> None
                 f"--kvspec cannot serve {model.model_path} on a GPU: {what} {value} "
                 f"(allowed: {allowed})"
             )
-    if config.draft_weights == "int4" and model.dtype != torch.bfloat16:
+    if config.draft_weights not in ("auto", "target") and model.dtype != torch.bfloat16:
         raise UnsupportedError(
-            f"--kvspec-draft-weights int4 cannot serve {model.model_path} on a GPU: dtype "
-            f"{model.dtype} (allowed: --dtype bfloat16, or --kvspec-draft-weights target)"
+            f"--kvspec-draft-weights {config.draft_weights} cannot serve {model.model_path} on a "
+            f"GPU: dtype {model.dtype} (allowed: --dtype bfloat16, or --kvspec-draft-weights "
+            "target)"
         )
 
 

@@ -83,7 +83,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             # Raises again if the memory of the copies would not have sufficed.
             self._plan(max_pages=None)
             raise ConfigError(
-                f"--kvspec-draft-weights int4 takes {copies / GIB:.2f} GiB for its copies, which "
+                f"--kvspec-draft-weights takes {copies / GIB:.2f} GiB for weights in 4 bits, which "
                 "leaves too little KV memory: raise --mem-fraction-static or lower "
                 "--max-running-requests, or leave the flag out"
             ) from error
@@ -186,9 +186,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
 def draft_copy_bytes(kvc: Any, config: KVSpecConfig) -> int:
     """Return the GPU memory that 4-bit copies of weights for drafts take. They exist when the pool
     is sized, so SGLang's budget is without it. 0 on a CPU."""
-    if config.draft_weights == "target" or kvc.device == "cpu":
-        return 0
-    if not has_copies(config, kvc.server_args):
+    if kvc.device == "cpu" or not has_copies(config, kvc.server_args):
         return 0
     return copy_bytes(linear_layers(kvc.model))
 

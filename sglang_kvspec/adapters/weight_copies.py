@@ -70,6 +70,10 @@ class WeightCopy:
             rows = encode(weight[begin : begin + rows_at_once])
             self.arithmetic.write_rows(self._copy, begin, rows)
 
+    def replace(self, weight: Int4Weight) -> None:
+        """Replace the copy, in place, with a weight in 4 bits [N, K]."""
+        self.arithmetic.write_rows(self._copy, 0, weight)
+
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply in place of the layer's quant_method."""
         return self.arithmetic.product(x, self._copy, bias)

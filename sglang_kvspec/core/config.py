@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag_needs import DEFAULT_PAGE_SIZE
@@ -81,7 +81,7 @@ class KVSpecConfig:
     residual_hbm_fraction: float = DEFAULTS["residual_hbm_fraction"]
     schedule: str = DEFAULTS["schedule"]
     drafter: str = DEFAULTS["drafter"]
-    draft_weights: Weights = DEFAULTS["draft_weights"]
+    draft_weights: str = DEFAULTS["draft_weights"]
     draft_view: str = DEFAULTS["draft_view"]
     draft_budget: float | Literal["auto"] = DEFAULTS["draft_budget"]
     stream: Stream = DEFAULTS["stream"]
@@ -112,6 +112,17 @@ class KVSpecConfig:
         if self.draft_len == AUTO_DRAFT_LEN:
             return MOST_AUTO_DRAFTS_OFFLOADED if self.host_gb else MOST_AUTO_DRAFTS
         return int(self.draft_len)
+
+    @property
+    def weight_checkpoint(self) -> str | None:
+        """Return the folder of a checkpoint that drafts read, None for weights of the model."""
+        return None if self.draft_weights in get_args(Weights) else self.draft_weights
+
+    @property
+    def copies_weights(self) -> bool:
+        """Return True if drafts read weights in 4 bits. `auto` must have been decided."""
+        assert self.draft_weights != AUTO_WEIGHTS, "the weights of drafts are not decided yet"
+        return self.draft_weights != "target"
 
     @property
     def asked_budget(self) -> float | None:

@@ -77,6 +77,23 @@ class Choice(Kind):
         return ", ".join(f"`{choice}`" for choice in ordered)
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceOrFolder(Kind):
+    """One of several words, or a folder. A folder has a slash, so that no misspelt word is one."""
+
+    choices: tuple[str, ...]
+
+    def allows(self, value: object) -> bool:
+        return isinstance(value, str) and (value in self.choices or "/" in value)
+
+    def demand(self, value: object) -> str:
+        return f"must be one of {', '.join(self.choices)}, or a folder with a slash in its path"
+
+    def allowed(self, default: object) -> str:
+        ordered = sorted(self.choices, key=lambda choice: choice != default)
+        return ", ".join(f"`{choice}`" for choice in ordered) + ", a folder"
+
+
 def choice_of(literal: Any) -> Choice:
     """Return the choice between the words of a Literal."""
     choices = get_args(literal)

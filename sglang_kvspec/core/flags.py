@@ -6,11 +6,20 @@ of the checks of a server's arguments, and of the tables of flags in README.md a
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
-from sglang_kvspec.core.flag_kinds import MOST, Integer, Name, Number, Switch, Text, choice_of
+from sglang_kvspec.core.flag_kinds import (
+    MOST,
+    ChoiceOrFolder,
+    Integer,
+    Name,
+    Number,
+    Switch,
+    Text,
+    choice_of,
+)
 from sglang_kvspec.core.flag_needs import (
     DEFAULT_PAGE_SIZE,
     IN_HOST_MEMORY,
@@ -198,12 +207,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "draft_weights",
-        choice_of(Weights),
+        ChoiceOrFolder(f"{{{','.join(get_args(Weights))},PATH}}", get_args(Weights)),
         default="target",
         help="weights that the model's own drafts multiply with: the model's (`target`), copies of "
-        "its linear layers in 4 bits (`int4`), made at the start, 4.5 bits a weight, or those for "
-        "which more tokens/s are expected (`auto`)",
-        note="`int4` needs a model in bf16 on a GPU",
+        "its linear layers in 4 bits (`int4`), made at the start, 4.5 bits a weight, those for "
+        "which more tokens/s are expected (`auto`), or a checkpoint of the same model in GPTQ or "
+        "AWQ format, with groups of 64 or a multiple",
+        note="4 bits need a model in bf16 on a GPU; a folder has a slash in its path",
         needs=(
             Need(
                 drafts_by_itself,

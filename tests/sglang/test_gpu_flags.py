@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 from harness.models import DEMO_MODEL
 
+from kvspec_testkit.models.gptq_copy import write_gptq
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.model_check import check_model, model_config_of
 from sglang_kvspec.adapters.server_args import (
@@ -70,6 +71,17 @@ def test_weights_of_four_bits_need_bf16_on_a_gpu() -> None:
     check_model(KVSpecConfig(), half, 64, on_gpu=True)
     check_model(config, half, 64)
     check_model(config, good, 64, on_gpu=True)
+
+
+def test_a_checkpoint_for_drafts_is_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
+    demo = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
+    config = KVSpecConfig(draft_weights=str(tmp_path / "copy"))
+    with pytest.raises(ConfigError, match=r"copy: config\.json cannot be read"):
+        check_model(config, demo, 64)
+    write_gptq(DEMO_MODEL, tmp_path / "copy")
+    check_model(config, demo, 64, on_gpu=True)
+    with pytest.raises(UnsupportedError, match="copy cannot be shared out to 2 ranks"):
+        check_model(config, demo, 64, num_ranks=2)
 
 
 def test_heads_are_split_evenly(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ drafting off. A sample runs with the other tests; `make identity` runs the full 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from harness.references import (
 from harness.scenarios import Scenario
 from harness.servers import Announce, ServerSwitch
 from harness.shard import Shard
+
+from kvspec_testkit.models.gptq_copy import write_gptq
 
 pytestmark = pytest.mark.server
 
@@ -197,6 +200,21 @@ def test_draft_weights_follow_new_weights(servers: ServerSwitch) -> None:
     assert report["draft_weights"]["kind"] == "int4"
     assert report["draft_weights"]["made"] == made + 1
     # Copies agree with the model mostly, not always.
+    assert 0 < report["counters"]["accepted"] < report["counters"]["drafted"]
+
+
+def test_exact_with_draft_weights_of_a_checkpoint(
+    assert_identical: Check, servers: ServerSwitch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "gptq"
+    write_gptq(DEMO_MODEL, folder)
+    setting = replace(INT4_ROUNDS, weights=str(folder))
+    scenario = SAMPLE_SCENARIOS[0]
+    assert_identical(SAMPLE, setting, scenario)
+    client = servers.use(scenario.server(setting.server(DEMO_MODEL)))
+    client.generate(SAMPLE.tasks[0].input_ids, 40)
+    report = client.kvspec_report()
+    assert report["draft_weights"]["checkpoint"] == str(folder)
     assert 0 < report["counters"]["accepted"] < report["counters"]["drafted"]
 
 

@@ -50,7 +50,7 @@ class Setting:
 
     def __str__(self) -> str:
         view = "" if self.view == "all" else f"-{self.view}"
-        weights = "" if self.weights == "target" else f"-{self.weights}"
+        weights = "" if self.weights == "target" else f"-{Path(self.weights).name}"
         return f"{self.target}-{self.codec}-{self.schedule}{view}{weights}"
 
     def server(self, model: Path, *more: str) -> ServerSpec:

@@ -165,7 +165,7 @@ def test_large_weights_are_rounded_in_blocks_of_rows(
 
 
 def test_sizes_are_reported(weights: DraftWeights, model: Any) -> None:
-    none = {"kind": "target", "bytes": 0, "made": 0}
+    none = {"kind": "target", "bytes": 0, "made": 0, "checkpoint": None}
     assert draft_weights.draft_weights_report(None) == none
     layers = [model[0], model[2]]
     if weights._copies[0].arithmetic is KERNELS:
@@ -175,7 +175,7 @@ def test_sizes_are_reported(weights: DraftWeights, model: Any) -> None:
     else:
         # 100 inputs are two groups of 64.
         num_bytes = (INPUTS + OUTPUTS) * (64 + 2 * 4)
-    some = {"kind": "int4", "bytes": num_bytes, "made": 1}
+    some = {"kind": "int4", "bytes": num_bytes, "made": 1, "checkpoint": None}
     assert draft_weights.draft_weights_report(weights) == some
 
 
@@ -227,7 +227,7 @@ def test_moments_take_what_a_gpu_has_free(model: Any, gpu: Callable[[int], None]
         gpu(fixed + left)
         assert draft_weights._moment_budget(layers, device) == left
     gpu(fixed + moment - 1)
-    with pytest.raises(ConfigError, match=r"int4 needs 2\.0 GiB .* 2\.0 GiB are free"):
+    with pytest.raises(ConfigError, match=r"draft-weights needs 2\.0 GiB .* 2\.0 GiB are free"):
         draft_weights._moment_budget(layers, device)
 
 

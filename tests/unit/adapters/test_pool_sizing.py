@@ -108,8 +108,8 @@ def test_copies_of_weights_are_known(kvc_with_layers):
         kvc = kvc_with_layers(device, mode)
         return pool_sizing.draft_copy_bytes(kvc, KVSpecConfig(**options))
 
-    # 4 codes in 2 bytes, scale and zero of 4 groups, and a counter for each 32 columns.
-    assert nbytes(draft_weights="int4") == 96 * (128 + 4 * 4) + 3 * 4
+    # 4 codes in 2 bytes, scale and zero of 4 groups, and a counter for each 64 columns.
+    assert nbytes(draft_weights="int4") == 96 * (128 + 4 * 4) + 2 * 4
     assert nbytes() == nbytes("cpu", draft_weights="int4") == 0
     assert nbytes(mode="prefill", draft_weights="int4") == 0
 
@@ -117,7 +117,7 @@ def test_copies_of_weights_are_known(kvc_with_layers):
 @pytest.mark.parametrize(
     ("extra", "draft_weights", "expected"),
     [
-        (0, "int4", "--kvspec-draft-weights int4 takes 0.00 GiB .*--mem-fraction-static"),
+        (0, "int4", "--kvspec-draft-weights takes 0.00 GiB .*--mem-fraction-static"),
         (-1, "int4", "KV memory do not hold the recent window"),
         (0, "target", "KV memory do not hold the recent window"),
     ],

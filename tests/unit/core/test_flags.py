@@ -12,7 +12,15 @@ import pytest
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
-from sglang_kvspec.core.flag_kinds import Choice, Integer, Name, Number, Switch, Text
+from sglang_kvspec.core.flag_kinds import (
+    Choice,
+    ChoiceOrFolder,
+    Integer,
+    Name,
+    Number,
+    Switch,
+    Text,
+)
 from sglang_kvspec.core.flags import FLAGS, SWITCH
 
 ALL_FLAGS = (SWITCH, *FLAGS)
@@ -22,6 +30,8 @@ def wrong_values(flag: Flag) -> list[Any]:
     """Return values outside the declared range, or of another type."""
     match flag.kind:
         case Choice(choices=choices):
+            return ["zip", "", 4, choices[0].upper(), list(choices), True]
+        case ChoiceOrFolder(choices=choices):
             return ["zip", "", 4, choices[0].upper(), list(choices), True]
         case Name(registry=registry):
             first = next(iter(registry.built_in))
@@ -42,6 +52,8 @@ def edge_values(flag: Flag) -> list[Any]:
     match flag.kind:
         case Choice(choices=choices):
             return list(choices)
+        case ChoiceOrFolder(choices=choices):
+            return [*choices, "./folder"]
         case Name(registry=registry, word=word):
             return [*registry.names(), *([] if word is None else [word])]
         case Integer(least=least, most=most, word=word):
@@ -58,6 +70,8 @@ def words_of_the_range(flag: Flag) -> list[str]:
     match flag.kind:
         case Choice(choices=choices):
             return list(choices)
+        case ChoiceOrFolder(choices=choices):
+            return [*choices, "folder"]
         case Name(registry=registry, word=word):
             return [*registry.names(), *([] if word is None else [word])]
         case Integer(least=least, most=most, word=word):
@@ -157,7 +171,8 @@ def test_a_field_has_the_type_of_its_flag(flag: Flag) -> None:
         assert get_args(hint) == flag.kind.choices
         return
     types = set(get_args(hint) or (hint,))
-    expected: set[Any] = {{Integer: int, Number: float, Text: str, Name: str}[type(flag.kind)]}
+    words = dict.fromkeys((Text, Name, ChoiceOrFolder), str)
+    expected: set[Any] = {({Integer: int, Number: float} | words)[type(flag.kind)]}
     if flag.default is None:
         expected.add(type(None))
     if isinstance(flag.kind, Integer) and flag.kind.word is not None:
