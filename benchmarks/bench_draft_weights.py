@@ -9,15 +9,14 @@ usage: python benchmarks/bench_draft_weights.py [MODEL] [--length 4096] [--promp
 from __future__ import annotations
 
 import argparse
-import copy
 import time
 
 import torch
 from acceptance import report
+from acceptance.draft_weights import KINDS, with_weights
 from acceptance.drafting import target_run
-from acceptance.input_moments import InputMoments
 from acceptance.model import Llama
-from acceptance.prompts import BOS, cut_prompts
+from acceptance.prompts import cut_prompts
 from acceptance.report import Figure
 from acceptance.rounds import run_rounds
 from bench_views import draft_caches, make_view, mean_accepted, parse_run, parser_of_runs
@@ -25,17 +24,6 @@ from rich.console import Console
 from rich.progress import track
 
 from kvspec_kernels.reference import int4_weights
-from sglang_kvspec.adapters.self_calibration import NUM_TEXTS, SEED, TEXT_LEN
-
-ENCODERS = {
-    "nearest": int4_weights.round_to_nearest,
-    "half_quadratic": int4_weights.half_quadratic,
-}
-# How weights are rounded. Compensated ones know inputs of code, or of text that the model writes.
-KINDS = ("target", "nearest", "half_quadratic", "compensated", "own_text")
-# Prompts of another seed, whose inputs compensated rounding sees.
-CALIBRATION_PROMPTS, CALIBRATION_LEN, CALIBRATION_SEED = 8, 1024, 1
-LINEAR = "proj.weight"
 
 
 def main() -> None:
@@ -89,58 +77,6 @@ def parse_arguments() -> argparse.Namespace:
     if "target" not in args.weights:
         parser.error("--weights needs target, to which others are compared")
     return args
-
-
-def with_weights(model: Llama, kind: str, args: argparse.Namespace) -> Llama:
-    """Return the model with other weights of its linear layers."""
-    if kind == "target":
-        return model
-    moments: dict[int, torch.Tensor] = {}
-    if kind in ("compensated", "own_text"):
-        moments = input_moments(model, args, own_text=kind == "own_text")
-
-    def rounded(weight: torch.Tensor) -> torch.Tensor:
-        if moments:
-            return int4_weights.decode(int4_weights.compensated(weight, moments[id(weight)]))
-        return int4_weights.decode(ENCODERS[kind](weight))
-
-    other = copy.copy(model)
-    other.weights = {
-        name: rounded(weight) if name.endswith(LINEAR) else weight
-        for name, weight in model.weights.items()
-    }
-    return other
-
-
-def input_moments(
-    model: Llama, args: argparse.Namespace, *, own_text: bool
-) -> dict[int, torch.Tensor]:
-    """Return the sums of x^T x of each weight over the calibration prompts, or over texts that the
-    model writes."""
-    if own_text:
-        prompts = write_texts(model)
-    else:
-        prompts, _ = cut_prompts(
-            args.model, CALIBRATION_PROMPTS, CALIBRATION_LEN, CALIBRATION_SEED, args.text
-        )
-    with InputMoments() as moments:
-        for prompt in prompts.to(model.device).split(1):
-            model.prefill(prompt, 0)
-    return moments.by_weight
-
-
-@torch.inference_mode()
-def write_texts(model: Llama) -> torch.Tensor:
-    """Return texts that the model writes at temperature 1, as a server does at its start."""
-    chance = torch.Generator().manual_seed(SEED)
-    vocab_size = model.weights["embed_tokens.weight"].shape[0]
-    texts = torch.full((NUM_TEXTS, TEXT_LEN), BOS)
-    texts[:, 1] = torch.randint(vocab_size, (NUM_TEXTS,), generator=chance)
-    cache, logits, _ = model.prefill(texts[:, :2].to(model.device), TEXT_LEN)
-    for place in range(2, TEXT_LEN):
-        texts[:, place] = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=chance)[:, 0]
-        logits, _ = model.decode(texts[:, place].to(model.device), place, cache)
-    return texts
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ emitted, in rounds that begin again behind the first rejection. The record has t
 every request in order, which bench_serving.py can replay.
 
 usage: python benchmarks/bench_views.py [MODEL] [--length 16384] [--prompts 60] [--out PATH]
+
+--weights: weights that drafts read, and nothing else. own_text: in 4 bits, as a server with
+--kvspec-draft-weights int4 has them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from acceptance import report
+from acceptance.draft_weights import KINDS, with_weights
 from acceptance.drafting import TargetRun, target_run, through_anchor
 from acceptance.model import Llama
 from acceptance.prompts import TEXTS, cut_prompts
@@ -57,6 +61,7 @@ def main() -> None:
         "prompts_from": sources,
         "seed": args.seed,
         "page_size": PAGE_SIZE,
+        "weights": args.weights,
         "spread": "95% half width over requests",
         "recall_budget": args.recall_budget,
         "raw": {name: [asdict(each) for each in rounds] for name, rounds in results.items()},
@@ -79,6 +84,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="VIEW[:BUDGET[:QUERIES]]",
         help="views to compare. QUERIES: verified queries that a view chooses by",
     )
+    add("--weights", choices=KINDS, default="target", help="weights that drafts read")
     add("--recall-budget", type=float, default=0.1, help="share of pages of the recall; 0: none")
     return parse_run(parser)
 
@@ -117,6 +123,7 @@ def measure(
     results: Results = {name: [] for name in args.views}
     recall: list[dict[str, float]] = []
     batches = prompts.split(args.batch)
+    drafter = with_weights(model, args.weights, args)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn()) as progress:
         task = progress.add_task("target run", total=len(batches) * (len(args.views) + 1))
@@ -126,7 +133,7 @@ def measure(
             progress.advance(task)
             for name in args.views:
                 progress.update(task, description=name)
-                results[name] += run_view(model, run, name, args.draft_len)
+                results[name] += run_view(drafter, run, name, args.draft_len)
                 progress.advance(task)
             if args.recall_budget:
                 progress.update(task, description="recall")
@@ -136,10 +143,10 @@ def measure(
     return results, recall
 
 
-def run_view(model: Llama, run: TargetRun, name: str, draft_len: int) -> list[Rounds]:
-    caches = draft_caches(model, run)
-    view, budget = make_view(name, model)
-    return run_rounds(model, run, caches, view, budget, draft_len)
+def run_view(drafter: Llama, run: TargetRun, name: str, draft_len: int) -> list[Rounds]:
+    caches = draft_caches(drafter, run)
+    view, budget = make_view(name, drafter)
+    return run_rounds(drafter, run, caches, view, budget, draft_len)
 
 
 def draft_caches(model: Llama, run: TargetRun) -> DraftCaches:
