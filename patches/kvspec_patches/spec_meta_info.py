@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvspec_patches.cached_tokens import DRAFT_READS
+from kvspec_patches.cached_tokens import DRAFT_READS, NGRAM
 
+# Entries that are no details of cached tokens.
+OURS = (DRAFT_READS, NGRAM)
 # SGLang may end a request without details of cached tokens.
 NO_READS = {"share": None, "by_budget": {}}
 
@@ -29,7 +31,7 @@ def hook(result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: i
     for carrier in ("spec_cap_length", "spec_cap_lens_histogram"):
         meta_info.pop(carrier, None)
     details = meta_info.get("cached_tokens_details") or {}
-    cached = {name: value for name, value in details.items() if name != DRAFT_READS}
+    cached = {name: value for name, value in details.items() if name not in OURS}
     meta_info["cached_tokens_details"] = cached or None
     num_tokens = recv_obj.completion_tokens[i]
     meta_info.update(
@@ -66,8 +68,8 @@ def _transfer(state: Any, meta_info: dict[str, Any]) -> dict[str, Any]:
 def _told(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, Any]:
     """Return prefix hits by tier, and what drafts read. kept_anchors: tokens with kept anchors in
     GPU memory, of which only residuals were loaded from the tier. drafts_on_anchors: tokens that
-    were drafted while residuals of hits were on their way. SGLang has no entry for requests without
-    a hit."""
+    were drafted while residuals of hits were on their way. ngram: proposals, absent where n-grams
+    propose nothing. SGLang has no entry for requests without a hit."""
     found = (details and details[i]) or {}
     remote = found.get("remote", 0)
     return {
@@ -80,4 +82,5 @@ def _told(details: list[dict[str, Any] | None] | None, i: int) -> dict[str, Any]
         "kept_anchors": {"host": found.get("kept_host", 0), "disk": found.get("kept_disk", 0)},
         "drafts_on_anchors": found.get("drafts_on_anchors", 0),
         DRAFT_READS: found.get(DRAFT_READS, NO_READS),
+        **({NGRAM: found[NGRAM]} if NGRAM in found else {}),
     }

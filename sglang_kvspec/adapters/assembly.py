@@ -27,15 +27,23 @@ from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.eager_verify import EagerVerify
 from sglang_kvspec.engine.loop import RoundLoop
+from sglang_kvspec.engine.ngram_drafter import NgramDrafter
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap, Overlap, OverlappedRounds
-from sglang_kvspec.engine.ports import CapturedVerify, Drafter, SchedulerParts, VerifyScheduler
+from sglang_kvspec.engine.ports import (
+    CapturedVerify,
+    Drafter,
+    ModelForward,
+    SchedulerParts,
+    VerifyScheduler,
+)
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.planning.draft_length import DraftCost, most_auto_drafts
+from sglang_kvspec.planning.proposals import SharedNgrams
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.device_pages import DevicePages
@@ -150,15 +158,13 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
     own: EagerDrafter | CudaGraphDrafter
     if captured is None:
         page_size = kv.geometry.page_size
-        weights = parts.draft_weights
-        forward = parts.forward if weights is None else DraftForward(parts.forward, weights)
-        own = EagerDrafter(forward, parts.sampler, ranks, page_size, parts.view)
+        own = EagerDrafter(_draft_forward(parts), parts.sampler, ranks, page_size, parts.view)
     else:
         own = captured.drafter
     starter = RoundStarter(
         kv=kv,
         side=factories.side(kv),
-        drafter=own if config.drafter == "self" else _registered_drafter(parts),
+        drafter=_drafter(parts, own),
         planner=planner,
         arrivals=parts.arrivals,
         plain=captured.drafter if captured is not None and holds_all else None,
@@ -212,7 +218,7 @@ def _most_piggyback(parts: WorkerParts) -> int:
     takes_turns = schedule_of(config) != "rounds"
     waits = bool(parts.kv.plan.host_pages) and not arrivals.come_with_requests
     # Drafts of another drafter than the model have no KV that one more draft could read.
-    if config.max_draft_len and config.drafter == "self" and (takes_turns or waits):
+    if config.max_draft_len and config.drafts_on_anchors and (takes_turns or waits):
         return int(min(parts.runner.max_running_requests, MOST_PIGGYBACK))
     return 0
 
@@ -276,8 +282,27 @@ def _capture(
     return Captured(drafter, verify)
 
 
-def _registered_drafter(parts: WorkerParts) -> Drafter:
-    name, vocab_size = parts.config.drafter, int(parts.runner.model_config.vocab_size)
+def _draft_forward(parts: WorkerParts) -> ModelForward:
+    weights = parts.draft_weights
+    return parts.forward if weights is None else DraftForward(parts.forward, weights)
+
+
+def _drafter(parts: WorkerParts, own: Drafter) -> Drafter:
+    """Return the drafter that --kvspec-drafter names. own: drafts of the model, one a step."""
+    name = parts.config.drafter
+    if name == "self":
+        return own
+    if name == "ngram":
+        return NgramDrafter(
+            _draft_forward(parts),
+            parts.sampler,
+            parts.ranks,
+            parts.kv.geometry.page_size,
+            parts.counters.drafts,
+            parts.view,
+            SharedNgrams() if parts.config.ngram_shared else None,
+        )
+    vocab_size = int(parts.runner.model_config.vocab_size)
     return CheckedDrafter(name, DRAFTERS.load(name)(parts.config, vocab_size), vocab_size)
 
 

@@ -22,7 +22,7 @@ def view_of(config: KVSpecConfig, *, on_gpu: bool) -> str:
     """Return the name of the view in effect. auto: reading fewer pages saves no time on a CPU."""
     if config.draft_view != AUTO_DRAFT_VIEW:
         return config.draft_view
-    return "pages" if on_gpu and config.drafts and config.drafter == "self" else "all"
+    return "pages" if on_gpu and config.drafts_on_anchors else "all"
 
 
 def make_view(config: KVSpecConfig, model: Any, kv: PagedKVCache, ranks: Ranks) -> DraftView | None:

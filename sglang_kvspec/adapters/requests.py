@@ -91,6 +91,7 @@ def _state(req: Any, committed_len: int, pending: int, output: list[int]) -> Req
         params=sampling_params_of(req),
         remaining=int(req.sampling_params.max_new_tokens) - len(output),
         priority=priority_of(req),
+        prompt=req.origin_input_ids,
         is_streamed=bool(req.stream),
         grammar=req.grammar,
         draft_counts=counts_of(req),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.core.flag_needs import DEFAULT_PAGE_SIZE
+from sglang_kvspec.core.flag_needs import DEFAULT_PAGE_SIZE, MODEL_DRAFTERS
 from sglang_kvspec.core.flags import (
     AUTO_BUDGET,
     AUTO_DRAFT_LEN,
@@ -81,6 +81,7 @@ class KVSpecConfig:
     residual_hbm_fraction: float = DEFAULTS["residual_hbm_fraction"]
     schedule: str = DEFAULTS["schedule"]
     drafter: str = DEFAULTS["drafter"]
+    ngram_shared: bool = DEFAULTS["ngram_shared"]
     draft_weights: str = DEFAULTS["draft_weights"]
     draft_view: str = DEFAULTS["draft_view"]
     draft_budget: float | Literal["auto"] = DEFAULTS["draft_budget"]
@@ -151,6 +152,11 @@ class KVSpecConfig:
     @property
     def drafts(self) -> bool:
         return self.draft_len != 0 and not self.is_lossy
+
+    @property
+    def drafts_on_anchors(self) -> bool:
+        """Return True if the model itself drafts, over anchors, whatever proposes tokens to it."""
+        return self.drafts and self.drafter in MODEL_DRAFTERS
 
     @property
     def is_lossy(self) -> bool:

@@ -100,5 +100,6 @@ class Flag:
 
 
 def text_of(value: object) -> str:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return f"{value:g}" if is_number else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)

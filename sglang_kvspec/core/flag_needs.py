@@ -12,6 +12,8 @@ from sglang_kvspec.core.errors import ConfigError, KVSpecError, UnsupportedError
 Settings = Any
 DEFAULT_PAGE_SIZE = 64
 DISAGGREGATION_ROLES = ("prefill", "decode")
+# Values of --kvspec-drafter with which the model drafts over anchors.
+MODEL_DRAFTERS = ("self", "ngram")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +89,25 @@ def drafts_in_rounds(config: Settings) -> bool:
 
 
 def drafts_by_itself(config: Settings) -> bool:
-    return bool(config.drafter == "self")
+    """Return True if the model makes every draft over anchors, which it may be proposed."""
+    return config.drafter in MODEL_DRAFTERS
+
+
+def drafts_without_ngrams(config: Settings, server: Server) -> bool:
+    return bool(config.drafter != "ngram")
+
+
+def drafts_with_ngrams(config: Settings) -> bool:
+    return bool(config.drafter == "ngram")
 
 
 def drafts_at_all(config: Settings) -> bool:
     return bool(config.draft_len != 0)
 
 
-def reads_all_pages(config: Settings) -> bool:
-    return config.draft_view in ("auto", "all")
+def has_view_of_its_drafts(config: Settings) -> bool:
+    """Return False if a draft view is chosen for drafts that read no pages."""
+    return drafts_by_itself(config) or config.draft_view in ("auto", "all")
 
 
 def reads_some_pages(config: Settings) -> bool:

@@ -31,12 +31,14 @@ from sglang_kvspec.core.flag_needs import (
     drafts_at_all,
     drafts_by_itself,
     drafts_in_rounds,
+    drafts_with_ngrams,
+    drafts_without_ngrams,
     fits_host,
     fits_prefix_host,
     has_default_pages,
+    has_view_of_its_drafts,
     is_not_contradicted,
     prefills_one_request,
-    reads_all_pages,
     reads_some_pages,
 )
 from sglang_kvspec.core.network_flags import NETWORK_FLAGS
@@ -189,7 +191,8 @@ FLAGS: tuple[Flag, ...] = (
         "drafter",
         Name("NAME", DRAFTERS),
         default="self",
-        help="source of draft tokens: the model itself over anchors (`self`)",
+        help="source of draft tokens: the model itself over anchors, one token a step (`self`), or "
+        "several where n-grams of the request's prompt and output propose them (`ngram`)",
         needs=(
             Need(
                 drafts_in_rounds,
@@ -199,9 +202,33 @@ FLAGS: tuple[Flag, ...] = (
                 "staggered`",
             ),
             Need(
-                reads_all_pages,
+                has_view_of_its_drafts,
                 "{flag} {value} cannot be combined with --kvspec-draft-view {config.draft_view} "
                 "(allowed: auto, all): a draft view applies to drafts of the model itself only",
+            ),
+        ),
+        server_needs=(
+            ServerNeed(
+                drafts_without_ngrams,
+                "{flag} {value} needs a CPU server so far (allowed on a GPU: self): captured draft "
+                "steps run one token of each request",
+                note="`ngram` needs a CPU server so far",
+                only_on_gpu=True,
+            ),
+        ),
+    ),
+    Flag(
+        "ngram_shared",
+        Switch(),
+        default=False,
+        help="propose n-grams of the server's recent outputs, too, not only of the request's own "
+        "text; the time of an answer could then tell one user about the text of another",
+        needs=(
+            Need(
+                drafts_with_ngrams,
+                "{flag} {value} has no effect with --kvspec-drafter {config.drafter} (allowed: "
+                "ngram)",
+                note="needs `--kvspec-drafter ngram`",
             ),
         ),
     ),
@@ -218,7 +245,7 @@ FLAGS: tuple[Flag, ...] = (
             Need(
                 drafts_by_itself,
                 "{flag} {value} has no effect with --kvspec-drafter {config.drafter} (allowed: "
-                "self)",
+                "self, ngram)",
             ),
             Need(
                 drafts_at_all,

@@ -15,8 +15,12 @@ CODECS = Registry(
 DRAFTERS = Registry(
     "sglang_kvspec.drafters",
     "--kvspec-drafter",
-    # The model itself over anchors. A server with a GPU drafts in captured steps instead.
-    {"self": "sglang_kvspec.engine.eager_drafter:EagerDrafter"},
+    # The model itself over anchors, step by step or with proposals of n-grams. A server with a GPU
+    # drafts in captured steps instead.
+    {
+        "self": "sglang_kvspec.engine.eager_drafter:EagerDrafter",
+        "ngram": "sglang_kvspec.engine.ngram_drafter:NgramDrafter",
+    },
 )
 DRAFT_VIEWS = Registry(
     "sglang_kvspec.draft_views",

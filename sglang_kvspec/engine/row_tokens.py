@@ -25,7 +25,8 @@ def row_tokens(states: Sequence[RequestState], rows: Mapping[int, Row]) -> RowTo
     laid = RowTokens([], [], [-1] * len(states), [-1] * len(states))
     for i, row in rows.items():
         if row.kind is RowKind.DRAFT:
-            given = states[i].undrafted[-row.length :]
+            known = row.length - len(row.proposed)
+            given = [*states[i].undrafted[-known:], *row.proposed]
             laid.lasts[i] = len(laid.tokens) + len(given) - 1
         else:
             given = states[i].unverified

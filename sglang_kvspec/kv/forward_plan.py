@@ -25,6 +25,7 @@ class Row:
     are encoded at once, without the recent window.
     seen: indices int64 into pages, ascending, of the full past pages that a DRAFT row reads.
     [num_seen], or [num_layers, num_kv_heads, num_seen] by layer and KV head; None for all.
+    proposed: the last tokens of a DRAFT row, which may or may not become drafts.
     """
 
     kind: RowKind
@@ -33,6 +34,7 @@ class Row:
     pages: torch.Tensor
     direct: range = range(0)
     seen: torch.Tensor | None = None
+    proposed: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:

@@ -1,4 +1,4 @@
-"""Counts of what drafts read of their context, and of what became of them."""
+"""Counts of what drafts read of their context, of proposals, and of what became of drafts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class DraftCounts:
     weighed, mass: drafts of which it is known what share of the attention mass they read, and the
     sum of these shares. selection_s: seconds of scores and selections of pages, in rounds that
     verified these drafts. budgets: verifications and their drafts, by the share of pages that the
-    drafts were to read.
+    drafts were to read. steps, proposed, kept: draft steps that n-grams may propose to, one for
+    each request in a forward; tokens that they proposed; and those that became drafts.
     """
 
     context: int = 0
@@ -24,6 +25,15 @@ class DraftCounts:
     mass: float = 0.0
     selection_s: float = 0.0
     budgets: dict[float, Counter[str]] = field(default_factory=dict)
+    steps: int = 0
+    proposed: int = 0
+    kept: int = 0
+
+    def observe_step(self, num_proposed: int, num_kept: int) -> None:
+        """Count a draft step of one request. It makes num_kept + 1 drafts."""
+        self.steps += 1
+        self.proposed += num_proposed
+        self.kept += num_kept
 
     def observe(
         self,
@@ -43,6 +53,16 @@ class DraftCounts:
             self.mass += num_drafts * mass
         at_budget = self.budgets.setdefault(budget, Counter())
         at_budget.update(verifications=1, drafted=num_drafts, accepted=num_accepted)
+
+    def ngram_report(self) -> dict[str, Any]:
+        """Return counts of proposals for meta_info and /server_info. tokens_per_step: drafts of a
+        step, None before the first step."""
+        return {
+            "steps": self.steps,
+            "proposed": self.proposed,
+            "kept": self.kept,
+            "tokens_per_step": 1 + self.kept / self.steps if self.steps else None,
+        }
 
     def report(self) -> dict[str, Any]:
         """Return the counts for meta_info and /server_info. share, mass: of their context that

@@ -126,8 +126,15 @@ def head_lists(view: DraftView | None, geometry: KVGeometry) -> tuple[int, int] 
 
 
 def draft_forward_row(
-    state: RequestState, position: int, pages: torch.Tensor, page_size: int, view: DraftView | None
+    state: RequestState,
+    position: int,
+    pages: torch.Tensor,
+    page_size: int,
+    view: DraftView | None,
+    proposed: Sequence[int] = (),
 ) -> Row:
-    """Return the DRAFT row of one token at `position`. view: None for all pages."""
+    """Return the DRAFT row of one token at `position`, and of proposed tokens behind it. view: None
+    for all pages. With a view, all tokens must lie in one page, by which the view selects."""
     seen = None if view is None else view.select(state, position // page_size)
-    return Row(RowKind.DRAFT, position, 1, pages, seen=seen)
+    length = 1 + len(proposed)
+    return Row(RowKind.DRAFT, position, length, pages, seen=seen, proposed=tuple(proposed))

@@ -122,6 +122,11 @@ class MetricsExporter:
             "drafts.selection_s": counter(
                 "page_selection_seconds", "Seconds of scoring and selecting pages for drafts"
             ),
+            "drafts.steps": counter(
+                "ngram_draft_steps", "Draft steps of requests that n-grams may propose tokens to"
+            ),
+            "drafts.proposed": counter("ngram_proposed_tokens", "Tokens that n-grams proposed"),
+            "drafts.kept": counter("ngram_kept_tokens", "Proposed tokens that became drafts"),
         }
         self._bytes = counter("residual_bytes", "Residual bytes read from the store", "path")
         self._hits = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache", "tier")

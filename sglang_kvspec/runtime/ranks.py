@@ -160,3 +160,24 @@ def broadcast_tokens(
 def broadcast_drafts(ranks: Ranks, states: Sequence[RequestState]) -> None:
     """Replace the last draft of every request by that of rank 0."""
     broadcast_tokens(ranks, states, [None] * len(states))
+
+
+def broadcast_runs(
+    ranks: Ranks, states: Sequence[RequestState], before: Sequence[int], most: Sequence[int]
+) -> None:
+    """Replace the drafts of every request from index `before` on by those of rank 0, which may be
+    more or fewer. most: most drafts that any rank can have made."""
+    if ranks.size == 1:
+        return
+    runs = ranks.runs(
+        [state.drafts[start:] for state, start in zip(states, before, strict=True)],
+        most,
+        about=[(s.rid, s.committed_len, start) for s, start in zip(states, before, strict=True)],
+    )
+    for state, start, run in zip(states, before, runs, strict=True):
+        state.drafts[start:] = run
+        if state.draft_probs:
+            # Only distributions of rank 0 have an effect, but each draft must have one.
+            missing = len(state.drafts) - len(state.draft_probs)
+            state.draft_probs += state.draft_probs[-1:] * missing
+            del state.draft_probs[len(state.drafts) :]

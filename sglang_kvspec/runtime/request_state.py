@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from sglang_kvspec.planning.draft_budget import ALL_PAGES
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate
+from sglang_kvspec.planning.proposals import RequestNgrams
 from sglang_kvspec.runtime.disaggregation.timeline import Timeline
 from sglang_kvspec.runtime.draft_counts import DraftCounts
 from sglang_kvspec.runtime.sampling import SamplingParams
@@ -30,6 +32,8 @@ class RequestState:
     tail: for a request that started on anchors, the last tokens before `pending` until its first
     verification. They are known prompt tokens without verified KV. The first draft gives them KV
     that drafts may read.
+    prompt: tokens of the prompt, also those whose KV was cached. The server's own list, never
+    changed. ngrams: n-grams of prompt and output, where a drafter proposes from them.
     grammar: constraint on the tokens, as runtime/grammar.py takes it; None for no constraint.
     budget: share of its pages that drafts read, where a draft view asks for it. estimates: of
     acceptance, by budget, where budgets vary; `acceptance` is that of the present budget.
@@ -48,6 +52,7 @@ class RequestState:
     params: SamplingParams
     remaining: int
     priority: int = 0
+    prompt: Sequence[int] = ()
     drafts: list[int] = field(default_factory=list)
     draft_probs: list[torch.Tensor] = field(default_factory=list)
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
@@ -63,6 +68,7 @@ class RequestState:
     page_mass: torch.Tensor | None = None
     timeline: Timeline | None = None
     room: int | None = None
+    ngrams: RequestNgrams | None = None
     grammar: Any = None
 
     @property

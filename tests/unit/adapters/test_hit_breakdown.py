@@ -101,10 +101,21 @@ def test_the_end_of_an_answer_says_what_drafts_read():
     }
 
 
+def test_the_end_of_an_answer_says_what_was_proposed():
+    req = request(finished=True)
+    counts = request_drafts.counts_of(req)
+    counts.observe_step(num_proposed=6, num_kept=4)
+    counts.observe_step(num_proposed=0, num_kept=0)
+    details = cached_tokens.hook(None, None, req)
+    expected = {"steps": 2, "proposed": 6, "kept": 4, "tokens_per_step": 3.0}
+    assert spec_meta_info._told([details], 0)["ngram"] == expected
+
+
 @pytest.mark.parametrize("told", [None, {"device": SIZE, "host": 0}])
 def test_details_of_cached_tokens_stay_sglangs(told, monkeypatch):
     monkeypatch.setattr(activation, "config_of", lambda server_args: object())
     req = request(finished=True)
+    request_drafts.counts_of(req).observe_step(num_proposed=1, num_kept=1)
     details = cached_tokens.hook(told, None, req)
     received = SimpleNamespace(
         rids=["a"],
@@ -120,3 +131,4 @@ def test_details_of_cached_tokens_stay_sglangs(told, monkeypatch):
     spec_meta_info.hook(None, manager, meta_info, received, 0)
     assert meta_info["cached_tokens_details"] == told
     assert meta_info["kvspec"]["draft_reads"] == NOTHING_READ
+    assert meta_info["kvspec"]["ngram"]["kept"] == 1

@@ -50,7 +50,11 @@ LACKING: list[tuple[Options, str]] = [
     (
         {"drafter": "output_lookup", "draft_weights": "int4"},
         "--kvspec-draft-weights int4 has no effect with --kvspec-drafter output_lookup (allowed: "
-        "self)",
+        "self, ngram)",
+    ),
+    (
+        {"ngram_shared": True},
+        "--kvspec-ngram-shared true has no effect with --kvspec-drafter self (allowed: ngram)",
     ),
     (
         {"draft_len": 0, "draft_weights": "int4"},
@@ -108,6 +112,13 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         {"page_size": 128},
         True,
         "--page-size 128 cannot be combined with --kvspec-target int8 on a GPU (allowed: 64)",
+    ),
+    (
+        {"drafter": "ngram"},
+        {},
+        True,
+        "--kvspec-drafter ngram needs a CPU server so far (allowed on a GPU: self): captured draft "
+        "steps run one token of each request",
     ),
     (
         {"host_gb": 64.5},

@@ -160,6 +160,16 @@ def test_each_field_of_the_configuration_is_a_flag() -> None:
     }
 
 
+VALUE_TYPES = {
+    Integer: int,
+    Number: float,
+    Text: str,
+    Name: str,
+    ChoiceOrFolder: str,
+    Switch: bool,
+}
+
+
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 def test_a_field_has_the_type_of_its_flag(flag: Flag) -> None:
     hint = get_type_hints(KVSpecConfig)[flag.option]
@@ -171,8 +181,7 @@ def test_a_field_has_the_type_of_its_flag(flag: Flag) -> None:
         assert get_args(hint) == flag.kind.choices
         return
     types = set(get_args(hint) or (hint,))
-    words = dict.fromkeys((Text, Name, ChoiceOrFolder), str)
-    expected: set[Any] = {({Integer: int, Number: float} | words)[type(flag.kind)]}
+    expected: set[Any] = {VALUE_TYPES[type(flag.kind)]}
     if flag.default is None:
         expected.add(type(None))
     if isinstance(flag.kind, Integer) and flag.kind.word is not None:

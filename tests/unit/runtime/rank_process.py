@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvspec_testkit.runtime.rank_group import refusal, this_rank
-from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts, broadcast_tokens
+from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts, broadcast_runs, broadcast_tokens
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
@@ -75,6 +75,26 @@ def rounds(ranks: Ranks) -> dict[str, Any]:
     return {state.rid: [state.committed_len, state.output] for state in states}
 
 
+def runs_of_drafts(ranks: Ranks) -> dict[str, Any]:
+    """Let requests make several drafts at once, on other ranks fewer or more than on rank 0. Return
+    the drafts, and how many distributions they have."""
+    noise = torch.Generator().manual_seed(ranks.rank)
+    sampler = SpecSampler(ranks.rank, torch.device("cpu"))
+    found = {}
+    for name, params in KINDS.items():
+        states = [RequestState(f"{name} {i}", 10, 1, [1], params, 500) for i in range(2)]
+        before = []
+        for i, state in enumerate(states):
+            sampler.draft(state, torch.randn((1, VOCAB), generator=noise), None)
+            broadcast_drafts(ranks, [state])
+            before.append(len(state.drafts))
+            for _ in range(1 + (ranks.rank + i) % 2):
+                sampler.draft(state, torch.randn((1, VOCAB), generator=noise), None)
+        broadcast_runs(ranks, states, before, [2, 2])
+        found[name] = [[s.drafts, len(s.draft_probs)] for s in states]
+    return found
+
+
 def out_of_order(ranks: Ranks) -> list[str]:
     """Return the refusals of ranks that serve other requests, and of ranks that expect more than
     they receive."""
@@ -92,6 +112,8 @@ def main() -> None:
             "together": rounds(ranks),
             # The same without messages.
             "alone": rounds(Ranks(ranks.rank)),
+            "runs_together": runs_of_drafts(ranks),
+            "runs_alone": runs_of_drafts(Ranks(ranks.rank)),
             "out_of_order": out_of_order(ranks),
         }
     print(json.dumps(results))

@@ -103,6 +103,7 @@ def test_report_is_plain_json_and_agrees_with_its_sources(counters, kv):
 
 def test_report_of_an_idle_server(make_kv):
     report = build_report(KVSpecConfig(), make_kv(store=False), SpecCounters(), 0)
+    assert report["ngram"] == {"steps": 0, "proposed": 0, "kept": 0, "tokens_per_step": None}
     assert report["counters"]["mean_accept_len"] == 0
     assert report["pools"]["residual_store_pages"] == report["pools"]["host_bytes"] == 0
     json.dumps(report, allow_nan=False)
@@ -166,6 +167,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
     assert value("residual_bytes_total", path="streamed") == kv.plan.page_bytes.residual
     assert value("accept_length_count") == 4
     counters.observe_verification(8, 5)
+    counters.drafts.observe_step(num_proposed=4, num_kept=1)
     counters.waits += 1
     counters.observe_hits(0, 64, 0)
     counters.observe_kept_anchors(host=0, disk=64)
@@ -176,6 +178,9 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
     assert value("prefix_hit_tokens_total", tier="disk") == 128
     assert value("prefix_kept_anchor_tokens_total", tier="host") == 64
     assert value("prefix_kept_anchor_tokens_total", tier="disk") == 96
+    assert value("ngram_draft_steps_total") == 1
+    assert value("ngram_proposed_tokens_total") == 4
+    assert value("ngram_kept_tokens_total") == 1
     assert value("accepted_tokens_total") == 14
     assert value("rejected_tokens_total") == 7
     assert value("accept_length_count") == 5
@@ -188,7 +193,7 @@ def test_publishing_again_adds_only_what_is_new(exporter, counters, kv):
 
 def test_metric_names_are_unique_and_ours(exporter):
     names = [metric.name for metric in REGISTRY.collect() if "kvspec" in metric.name]
-    assert len(names) == len(set(names)) == 20
+    assert len(names) == len(set(names)) == 23
     assert all(name.startswith("sglang:kvspec_") for name in names)
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         MetricsExporter("toy")

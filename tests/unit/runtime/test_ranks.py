@@ -43,6 +43,15 @@ def test_all_ranks_emit_what_the_first_would_alone(results) -> None:
         assert first[kind] not in others, f"{kind}: without messages ranks were to differ"
 
 
+def test_all_ranks_get_the_run_of_drafts_of_the_first(results) -> None:
+    first = results[0]["runs_alone"]
+    assert [result["runs_together"] for result in results] == [first] * SIZE
+    lengths = [[len(drafts) for drafts, _ in result["runs_alone"]["greedy"]] for result in results]
+    assert lengths == [[2, 3], [3, 2]], "without messages ranks were to differ"
+    for drafts, num_probs in results[1]["runs_together"]["unseeded"]:
+        assert num_probs == len(drafts)
+
+
 def test_ranks_that_serve_different_requests_stop(results) -> None:
     *sent, of_all = results[0]["out_of_order"]
     assert sent == ["", ""], "the first rank asks no other rank"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from sglang_kvspec.engine.draft_budgets import OneBudget
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.eager_verify import EagerVerify
 from sglang_kvspec.engine.loop import RoundLoop, RoundResult
+from sglang_kvspec.engine.ngram_drafter import NgramDrafter
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap
 from sglang_kvspec.engine.ports import Drafter, SchedulerParts, VerifyScheduler
@@ -90,11 +91,14 @@ class ToyModel:
 
 @dataclass
 class Request:
+    """ngrams: stands in for RequestNgrams; None for those of the drafter."""
+
     prompt: list[int]
     num_new: int
     params: SamplingParams = field(default_factory=lambda: SamplingParams(top_k=1))
     pages: list[int] = field(default_factory=list)
     state: RequestState | None = None
+    ngrams: Any = None
     logits: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, verified: VerifyResult) -> list[int]:
@@ -145,15 +149,18 @@ def plain_decode(model: ToyModel, request: Request) -> Output:
 
 
 class ToyForward:
-    """The engine's ModelForward over the toy model and the reference attention."""
+    """The engine's ModelForward over the toy model and the reference attention. rows: of every
+    forward of a round."""
 
     def __init__(self, kv: ReferenceKVCache, model: ToyModel) -> None:
         self.attention, self.model = ReferenceAttention(kv), model
+        self.rows: list[list[Row]] = []
 
     def run(
         self, batch: RoundBatch, rows: Mapping[int, Row], made: DraftedTokens | None = None
     ) -> torch.Tensor:
         assert made is None, "a CPU knows all drafts"
+        self.rows.append(list(rows.values()))
         return self.run_rows(list(rows.values()), row_tokens(batch.states, rows).tokens)
 
     def run_rows(self, rows: list[Row], tokens: list[int]) -> torch.Tensor:
@@ -192,8 +199,10 @@ class Engine:
         *,
         drafter: Drafter | None = None,
         view: DraftView | None = None,
+        with_ngrams: bool = False,
     ) -> None:
-        """drafter: replaces the model itself."""
+        """drafter: replaces the model itself. with_ngrams: n-grams propose tokens to the model."""
+        self.with_ngrams = with_ngrams
         self.kv, self.config, self.max_running = kv, config, max_running
         self.drafter, self.view = drafter, view
         self.forward = ToyForward(kv, model)
@@ -263,9 +272,10 @@ class Engine:
     def _drafter(self, ranks: Ranks) -> Drafter:
         if self.drafter is not None:
             return CheckedDrafter("other", self.drafter, VOCAB)
-        return EagerDrafter(
-            self.forward, self.sampler, ranks, self.kv.geometry.page_size, self.view
-        )
+        own = (self.forward, self.sampler, ranks, self.kv.geometry.page_size)
+        if self.with_ngrams:
+            return NgramDrafter(*own, self.counters.drafts, self.view)
+        return EagerDrafter(*own, self.view)
 
     def _scheduler(self, parts: SchedulerParts) -> VerifyScheduler:
         return StaggeredScheduler(parts)
@@ -304,6 +314,8 @@ class Engine:
             output=[first],
             params=request.params,
             remaining=request.num_new - 1,
+            prompt=request.prompt,
+            ngrams=request.ngrams,
         )
         self.budgets.choose([request.state])
         self.scorer.score([(0, request.state, row.pages)])
