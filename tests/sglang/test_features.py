@@ -15,6 +15,7 @@ import requests
 from harness import dashboard
 from harness.feature_answers import (
     KVSPEC,
+    KVSPEC_NGRAM,
     KVSPEC_STAGGERED,
     answer_to,
     assert_same,
@@ -45,6 +46,18 @@ def test_all_cases_staggered(servers: ServerSwitch, plain_answers: dict[str, Any
     url = servers.use(KVSPEC_STAGGERED).base_url
     for name in CASES:
         assert_same(answer_to(name, url), plain_answers[name], name)
+
+
+@pytest.mark.identity
+def test_all_cases_with_proposals_of_ngrams(
+    servers: ServerSwitch, plain_answers: dict[str, Any], seeded_answers: dict[int, list[int]]
+) -> None:
+    url = servers.use(KVSPEC_NGRAM).base_url
+    for name in CASES:
+        assert_same(answer_to(name, url), plain_answers[name], name)
+    for seed, expected in seeded_answers.items():
+        assert sample(url, seed) == expected
+    assert report_of(url)["ngram"]["kept"] > 0
 
 
 def test_comparison_notices_a_difference() -> None:

@@ -38,6 +38,9 @@ UNIFORM4_INT8 = Setting("int8", "uniform4")
 UNIFORM4_ROUNDS = Setting("exact", "uniform4", "rounds")
 PAGES_ROUNDS = Setting("exact", "uniform4", "rounds", "pages")
 INT4_ROUNDS = Setting("exact", "uniform4", "rounds", weights="int4")
+NGRAM_ROUNDS = Setting("exact", "uniform4", "rounds", drafter="ngram")
+NGRAM_PAGES = replace(NGRAM_ROUNDS, view="pages")
+NGRAM_INT4 = replace(NGRAM_ROUNDS, weights="int4")
 # Settings of the full matrix, by target. The first of each target is the default of a server.
 FULL_EXACT = (
     UNIFORM4_ROUNDS,
@@ -45,6 +48,7 @@ FULL_EXACT = (
     Setting("exact", "log4", "rounds"),
     PAGES_ROUNDS,
     Setting("exact", "uniform4", "staggered", "pages"),
+    NGRAM_ROUNDS,
 )
 FULL_INT8 = (
     Setting("int8", "uniform4", "rounds"),
@@ -216,6 +220,34 @@ def test_exact_with_draft_weights_of_a_checkpoint(
     report = client.kvspec_report()
     assert report["draft_weights"]["checkpoint"] == str(folder)
     assert 0 < report["counters"]["accepted"] < report["counters"]["drafted"]
+
+
+@pytest.mark.parametrize("scenario", SAMPLE_SCENARIOS, ids=lambda s: s.name)
+def test_exact_with_proposals_of_ngrams(assert_identical: Check, scenario: Scenario) -> None:
+    assert_identical(SAMPLE, NGRAM_ROUNDS, scenario)
+
+
+def test_an_answer_says_how_many_proposals_were_kept(servers: ServerSwitch) -> None:
+    client = servers.use(SAMPLE_SCENARIOS[0].server(NGRAM_ROUNDS.server(DEMO_MODEL)))
+    prompt = max((task.input_ids for task in SAMPLE.tasks), key=len)
+    before = client.kvspec_report()["ngram"]
+    told = client.generate(prompt, 80).meta["kvspec"]["ngram"]
+    assert 0 < told["kept"] < told["proposed"]
+    assert told["tokens_per_step"] == 1 + told["kept"] / told["steps"]
+    after = client.kvspec_report()["ngram"]
+    for name in ("steps", "proposed", "kept"):
+        assert after[name] - before[name] == told[name]
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("setting", [NGRAM_ROUNDS, NGRAM_INT4], ids=str)
+def test_exact_with_proposals_after_retractions(assert_identical: Check, setting: Setting) -> None:
+    assert_identical(SAMPLE, setting, scenarios.CHUNKED_RETRACTION)
+
+
+@pytest.mark.identity
+def test_exact_with_proposals_on_pages_of_the_largest_mass(assert_identical: Check) -> None:
+    assert_identical(SAMPLE, NGRAM_PAGES, scenarios.STRICT_CHECKS)
 
 
 # The only server in CI with codec log4.

@@ -25,6 +25,9 @@ PLAIN = ServerSpec(DEMO_MODEL, _SHARED)
 # A residual cache far smaller than the prompts causes fetches, evictions and streamed reads.
 KVSPEC = ServerSpec(DEMO_MODEL, (*_SHARED, "--kvspec", "--kvspec-residual-hbm-fraction=0.05"))
 KVSPEC_STAGGERED = ServerSpec(DEMO_MODEL, (*KVSPEC.arguments, "--kvspec-schedule=staggered"))
+KVSPEC_NGRAM = ServerSpec(
+    DEMO_MODEL, (*KVSPEC.arguments, "--kvspec-drafter=ngram", "--kvspec-ngram-shared=true")
+)
 
 # Logits differ in the last bits, since forward passes batch tokens differently.
 LOGPROB_TOLERANCE = 2e-4

@@ -47,11 +47,13 @@ class Setting:
     schedule: str = "staggered"
     view: str = "all"
     weights: str = "target"
+    drafter: str = "self"
 
     def __str__(self) -> str:
         view = "" if self.view == "all" else f"-{self.view}"
         weights = "" if self.weights == "target" else f"-{Path(self.weights).name}"
-        return f"{self.target}-{self.codec}-{self.schedule}{view}{weights}"
+        drafter = "" if self.drafter == "self" else f"-{self.drafter}"
+        return f"{self.target}-{self.codec}-{self.schedule}{view}{weights}{drafter}"
 
     def server(self, model: Path, *more: str) -> ServerSpec:
         flags = ("--kvspec", f"--kvspec-target={self.target}", f"--kvspec-codec={self.codec}")
@@ -62,7 +64,8 @@ class Setting:
         if self.weights != "target":
             # On a CPU these drafts cost more than they save.
             weights += ("--kvspec-draft-len=8",)
-        return ServerSpec(model, (_POOL, *cut, *flags, schedule, view, *weights, *more))
+        drafter = () if self.drafter == "self" else (f"--kvspec-drafter={self.drafter}",)
+        return ServerSpec(model, (_POOL, *cut, *flags, schedule, view, *weights, *drafter, *more))
 
 
 class Reference(Protocol):

@@ -84,6 +84,7 @@ def make_request(rid="r", *, grammar=None, middle_chunks=0, output=(), **params)
         req_pool_idx=3,
         grammar=grammar,
         inflight_middle_chunks=middle_chunks,
+        origin_input_ids=[1] * 11,
         output_ids=list(output),
         sampling_params=SamplingParams(max_new_tokens=50, **params),
         tokenizer=None,
