@@ -47,6 +47,7 @@ AHEAD = replace(
     decode=(ROUNDS, "--kvspec-host-gb=0"),
     environment={**RETRACTING.environment, **dict(fault_environment(KVSPEC_AHEAD_SEED=7))},
 )
+NGRAM = replace(RETRACTING, decode=(ROUNDS, "--kvspec-drafter=ngram"))
 # KV that arrives in one piece is drafted on and verified as KV that was computed here.
 IN_ONE_PIECE = replace(RETRACTING, arguments=(*RETRACTING.arguments, "--kvspec-transfer=full"))
 
@@ -73,7 +74,9 @@ def ask_all_at_once(pair: Pair, reference: PlainReference) -> list[TransferRepor
     return reports
 
 
-@pytest.mark.parametrize("spec", [RETRACTING, SMALL_CACHE, AHEAD], ids=["all", "cache", "ahead"])
+@pytest.mark.parametrize(
+    "spec", [RETRACTING, SMALL_CACHE, AHEAD, NGRAM], ids=["all", "cache", "ahead", "ngram"]
+)
 def test_requests_that_come_and_go(
     spec: PairSpec,
     reference: PlainReference,

@@ -118,6 +118,23 @@ def test_ranks_draft_with_copies_of_their_weights(
     assert 0 < counters["accepted"] <= counters["drafted"]
 
 
+@pytest.mark.identity
+def test_ranks_are_proposed_the_same_tokens(
+    servers: ServerSwitch,
+    plain_answers: dict[str, Any],
+    seeded_answers: dict[int, list[int]],
+    fault_file: Path,
+) -> None:
+    flags = ("--tp-size=2", "--kvspec-drafter=ngram", "--kvspec-ngram-shared=true")
+    environment = STRICT_CHECKS.environment + fault_environment(KVSPEC_FAULT_FILE=fault_file)
+    spec = ServerSpec(KVSPEC.model, (*KVSPEC.arguments, *flags), environment)
+    url = servers.use(spec).base_url
+    for name in SAMPLE:
+        assert_same(answer_to(name, url), plain_answers[name], name)
+    assert {seed: sample(url, seed) for seed in SEEDS} == seeded_answers
+    assert report_of(url)["ngram"]["kept"] > 0
+
+
 def test_ranks_divide_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks on two machines of two NUMA nodes each."""
     monkeypatch.setattr(processors, "get_cpu_ids_by_node", lambda: ["0-3", "4-7"])

@@ -189,3 +189,34 @@ def test_a_request_drafts_no_more_than_it_is_asked_for(toy):
         row.length for rows in engine.forward.rows for row in rows if row.kind is RowKind.DRAFT
     )
     assert longest == 5
+
+
+def test_requests_of_all_kinds_share_a_forward(toy):
+    kinds = [
+        PARAMS["greedy"],
+        PARAMS["seeded"],
+        PARAMS["penalised"],
+        PARAMS["greedy of few tokens"],
+    ]
+
+    def asked():
+        made = requests(toy, PARAMS["greedy"])
+        for request, params in zip(made, kinds, strict=True):
+            request.params = params
+        return made
+
+    plain = [toy.plain_decode(toy.model, request) for request in asked()]
+    served = asked()
+    for request, output in zip(served, plain, strict=True):
+        request.ngrams = Oracle(output.tokens)
+    kv = toy.kv(cache_pages=None, num_pages=32, window_pages=12)
+    engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), max_running=4, with_ngrams=True)
+    toy.assert_same_output(engine.serve(served), plain)
+    assert any(
+        len(rows) == 4 and len({row.length for row in rows}) > 1 for rows in draft_rows(engine)
+    )
+
+
+def draft_rows(engine):
+    """Return the rows of each forward that has only DRAFT rows."""
+    return [rows for rows in engine.forward.rows if all(row.kind is RowKind.DRAFT for row in rows)]
