@@ -17,6 +17,7 @@ from typing import Any
 
 from flag_tables import flag_tables
 from metric_tables import metric_tables
+from ngram_tables import ngram_table
 from releases.tables import release_tables
 from serving import tables
 from serving.summary_table import summary
@@ -254,6 +255,7 @@ def all_tables() -> dict[str, str]:
         "exactres": _goals(_figures("exact_residual"), EXACTRES_TITLES),
         "lossless": _goals(_figures("lossless"), LOSSLESS_TITLES),
         "draft_weights": _goals(_figures("draft_weights_eval31m_2k"), WEIGHTS_TITLES),
+        "ngram": ngram_table(RESULTS / "ngram_cpu.json"),
         "architectures": architectures_table(RESULTS / "architectures.json"),
         "products": products_table(_figures("deterministic_kernels")),
         "int4_products": int4_table(_figures("int4_products"), _figures("int4_marlin")),

@@ -10,7 +10,8 @@ from sglang_kvspec.planning.ngram_index import LONGEST, SEPARATOR, NgramIndex
 
 # Most tokens that are proposed to one draft step.
 MOST_PROPOSED = 16
-# Cost of one more token in a draft step, relative to a step of one token.
+# Cost of one more token in a draft step, relative to a step of one token: on a CPU 0.05 for a model
+# of 5M parameters and 0.11 for one of 31M (docs/benchmarks/log.md).
 ROW_COST = 0.1
 # Kept and rejected proposals that a request is assumed to have had, for each length of a match.
 PRIOR = (1.0, 1.0)
