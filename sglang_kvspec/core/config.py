@@ -155,7 +155,7 @@ class KVSpecConfig:
 
     @property
     def drafts_on_anchors(self) -> bool:
-        """Return True if the model itself drafts, over anchors, whatever proposes tokens to it."""
+        """Return True if the model itself makes all drafts, over anchors."""
         return self.drafts and self.drafter in MODEL_DRAFTERS
 
     @property

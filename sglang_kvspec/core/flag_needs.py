@@ -89,7 +89,7 @@ def drafts_in_rounds(config: Settings) -> bool:
 
 
 def drafts_by_itself(config: Settings) -> bool:
-    """Return True if the model makes every draft over anchors, which it may be proposed."""
+    """Return True if the model itself makes all drafts, over anchors."""
     return config.drafter in MODEL_DRAFTERS
 
 
