@@ -49,7 +49,7 @@ PROSE = (
     "docs/guides/monitoring.md",
 )
 FILES = {"edit": CODE, "quote": PROSE, "code": CODE, "prose": PROSE}
-# What stands between a text and the start of its repetition.
+# Text between a text and the start of its repetition.
 REQUESTS = {
     "edit": "\n\n# The same file, with comments added:\n\n",
     "quote": "\n\nThe page again, word for word:\n\n",

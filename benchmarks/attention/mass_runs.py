@@ -7,6 +7,7 @@ Each must find its place exactly once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from kvspec_kernels.jit import nvrtc
 from kvspec_kernels.jit.cuda_attention import AttentionShape
 from kvspec_kernels.jit.cuda_verify import VerifyKernel, columns_and_blocks, verify_defines
 from kvspec_kernels.jit.page_selection import page_mass_kernel
+from kvspec_kernels.ops.page_selection import MASS_TILE
 
 GROUP = QO_HEADS // KV_HEADS
 BF16 = torch.bfloat16
@@ -153,7 +155,7 @@ class Verifying:
             GROUP=GROUP,
             NUM_ROWS=num_rows,
             BLOCK_M=block_m,
-            BLOCK_P=4096 // block_m,
+            BLOCK_P=MASS_TILE // block_m,
             num_warps=4,
         )
 
@@ -164,7 +166,7 @@ class Verifying:
         whole = self.lse.clone()
         self.calls(self.changed)[0]()
         pages = self.page_lse.view(self.shape.batch, -1, KV_HEADS, self.num_new, GROUP)
-        found = torch.logsumexp(pages * 0.6931471805599453, dim=1) / 0.6931471805599453
+        found = torch.logsumexp(pages * math.log(2), dim=1) / math.log(2)
         found = found.permute(0, 2, 1, 3).reshape(whole.shape)
         return float((found - whole).abs().max())
 

@@ -73,8 +73,7 @@ class Choice(Kind):
         return f"must be one of {', '.join(self.choices)}"
 
     def allowed(self, default: object) -> str:
-        ordered = sorted(self.choices, key=lambda choice: choice != default)
-        return ", ".join(f"`{choice}`" for choice in ordered)
+        return _listed(self.choices, default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,7 @@ class ChoiceOrFolder(Kind):
         return f"must be one of {', '.join(self.choices)}, or a folder with a slash in its path"
 
     def allowed(self, default: object) -> str:
-        ordered = sorted(self.choices, key=lambda choice: choice != default)
-        return ", ".join(f"`{choice}`" for choice in ordered) + ", a folder"
+        return f"{_listed(self.choices, default)}, a folder"
 
 
 def choice_of(literal: Any) -> Choice:
@@ -117,9 +115,7 @@ class Name(Kind):
         return f"must be one of {', '.join(self._with_word(self.registry.names()))}"
 
     def allowed(self, default: object) -> str:
-        names = self._with_word(self.registry.built_in)
-        ordered = sorted(names, key=lambda name: name != default)
-        ours = ", ".join(f"`{name}`" for name in ordered)
+        ours = _listed(self._with_word(self.registry.built_in), default)
         return f"{ours}; more by entry points of `{self.registry.group}`"
 
     def _with_word(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -208,6 +204,11 @@ class Text(Kind):
 
     def allowed(self, default: object) -> str:
         return self.what
+
+
+def _listed(words: Iterable[str], default: object) -> str:
+    """Return the words in Markdown, the default first."""
+    return ", ".join(f"`{word}`" for word in sorted(words, key=lambda word: word != default))
 
 
 def _is_number(value: object) -> bool:

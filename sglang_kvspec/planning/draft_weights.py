@@ -1,4 +1,4 @@
-"""What drafts with weights in 4 bits are expected to cost and to lose."""
+"""Expected cost and loss of drafts with weights in 4 bits."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Deployment:
 
     @property
     def can_copy(self) -> bool:
-        """Whether the model has linear layers in 16 bits, which copies can be made of."""
+        """Return True if the model has linear layers in 16 bits, so that they can be copied."""
         return self.model.linear_params > 0 and self.model.weight_bytes_per_param == 2
 
     @property

@@ -1,4 +1,4 @@
-"""What launches need to know of a device."""
+"""Properties of a device that launches need."""
 
 from __future__ import annotations
 
