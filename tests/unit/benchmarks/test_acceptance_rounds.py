@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from acceptance.draft_weights import with_projection
 from acceptance.drafting import accepted_lengths, draft_cache, target_run, through_anchor
 from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
@@ -70,3 +71,13 @@ def test_the_best_pages_have_more_mass_than_the_newest(model, run):
     )
     assert all(a >= b for a, b in zip(best, newest, strict=True))
     assert sum(best) > sum(newest)
+
+
+def test_a_projection_for_drafts_leaves_the_embeddings(model):
+    tokens, _ = cut_prompts(MODEL, 1, SIZE)
+    cache, logits, _ = model.prefill(tokens, 0)
+    other = with_projection(model, 2 * model.projection)
+    found_cache, found, _ = other.prefill(tokens, 0, all_logits=True)
+    torch.testing.assert_close(found, 2 * logits)
+    for layer, found_layer in zip(cache, found_cache, strict=True):
+        assert all(map(torch.equal, layer, found_layer))
