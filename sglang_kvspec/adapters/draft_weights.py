@@ -1,4 +1,4 @@
-"""Copies of a model's linear layers in 4 bits, which only drafts read (QuantSpec, section 4)."""
+"""Copies of a model's weights in 4 bits, which only drafts read (QuantSpec, section 4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from kvspec_kernels.reference import int4_weights
 from sglang_kvspec.adapters.compat.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
+    UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
+    VocabParallelEmbedding,
 )
 from sglang_kvspec.adapters.draft_operators import draft_operators
 from sglang_kvspec.adapters.ranks import least_of_all_ranks
@@ -30,7 +32,7 @@ from sglang_kvspec.adapters.self_calibration import (
     write_texts,
 )
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
-from sglang_kvspec.adapters.weight_copies import WeightCopy, arithmetic_of
+from sglang_kvspec.adapters.weight_copies import ProjectionProduct, WeightCopy, arithmetic_of
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.core.units import GIB
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # Moments of inputs that a CPU holds at once.
 CPU_MOMENT_BYTES = GIB
+# Name of the vocabulary projection in models of SGLang.
+PROJECTION = "lm_head"
 # Largest norm of the error of a checkpoint's weight, relative to the model's. Rounding to 4 bits
 # errs by about a tenth, and weights of another model by more than 1.
 MOST_ERROR = 0.5
@@ -56,14 +60,15 @@ MARGIN_BYTES = 2 * GIB
 
 
 class DraftWeights:
-    """Copies of the linear layers of a model that ranks share out. Embeddings, norms, routers, the
-    vocabulary projection and fused experts have none: drafts use the model's own.
+    """Copies of the linear layers of a model that ranks share out, and of its vocabulary
+    projection. Embeddings, norms, routers and fused experts have none: drafts use the model's own.
 
-    Rounding knows what inputs are like, from text that the model writes at the start. Or the copies
-    come from a checkpoint. When the model's weights change, refresh() rounds copies to the nearest
-    codes. That is quick: requests wait for it. Copies stay where they are in memory, so captured
-    graphs may hold their addresses. num_made: how often copies were made. checkpoint: the folder
-    that the newest ones come from, or None.
+    Rounding of linear layers knows what inputs are like, from text that the model writes at the
+    start. The projection is rounded to the nearest codes. Or the copies come from a checkpoint,
+    which has no projection in 4 bits. When the model's weights change, refresh() rounds copies to
+    the nearest codes. That is quick: requests wait for it. Copies stay where they are in memory, so
+    captured graphs may hold their addresses. num_made: how often copies were made. checkpoint: the
+    folder that the newest ones come from, or None.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class DraftWeights:
         copy, and ConfigError where a GPU has no room for copies, or for a checkpoint that is not
         one of this model."""
         begin = time.perf_counter()
-        self._layers = linear_layers(runner.model)
+        self._layers = copied_layers(runner.model, is_checkpoint=checkpoint is not None)
         self.num_made = 0
         self._is_stale = False
         self.checkpoint = None if checkpoint is None else str(checkpoint.folder)
@@ -86,9 +91,12 @@ class DraftWeights:
                 stages = self._make(runner, ranks)
             else:
                 self._load(runner.model, checkpoint)
+        pairs = zip(self._layers, self._copies, strict=True)
+        self._products = [_product_of(layer, copy) for layer, copy in pairs]
         logger.info(
-            "KVSpec: drafts use 4-bit copies of %d linear layers%s, %.2f GiB; they took %.1f s%s",
+            "KVSpec: drafts use 4-bit copies of %d layers%s%s, %.2f GiB; they took %.1f s%s",
             len(self._layers),
+            " with the vocabulary projection" if self.has_projection else "",
             "" if checkpoint is None else f" from {checkpoint.folder}",
             self.nbytes / GIB,
             time.perf_counter() - begin,
@@ -100,6 +108,11 @@ class DraftWeights:
         return sum(copy.nbytes for copy in self._copies)
 
     @property
+    def has_projection(self) -> bool:
+        """Return True if the vocabulary projection has a copy."""
+        return any(map(_is_projection, self._layers))
+
+    @property
     def most_rows(self) -> int:
         """Most rows of a forward that is faster with copies."""
         return self._copies[0].arithmetic.most_rows
@@ -109,7 +122,7 @@ class DraftWeights:
         """Let the model multiply with the copies. No target forward may run in this context. Graphs
         that are captured in it keep the copies."""
         assert not self._is_stale, "refresh() must come before drafts"
-        with products_of(self._layers, self._copies):
+        with products_of(self._layers, self._products):
             yield
 
     def weights_will_change(self) -> None:
@@ -166,12 +179,13 @@ class DraftWeights:
         device = self._layers[0].weight.device
         budget_bytes = _moment_budget(self._layers, device)
         self._copies = [WeightCopy(layer.weight, arithmetic_of(device)) for layer in self._layers]
+        linear = [layer for layer in self._layers if not _is_projection(layer)]
         timer = PhaseTimer(device)
         timer.start()
         texts = write_texts(runner, ranks, NUM_TEXTS, TEXT_LEN)
         timer.mark()
         copies = iter(self._copies)
-        for group in groups_within(self._layers, budget_bytes):
+        for group in groups_within(linear, budget_bytes):
             moments = input_moments(runner, group, texts)
             timer.mark()
             for layer in group:
@@ -183,7 +197,12 @@ class DraftWeights:
                 copy.write(layer.weight, encode)
                 del factor, encode
             timer.mark()
-        writing, *of_groups = timer.seconds()
+        # Compensated rounding of the projection keeps fewer drafts
+        # (docs/benchmarks/draft-weights.md).
+        for layer, copy in zip(self._layers[len(linear) :], copies, strict=True):
+            copy.write(layer.weight, int4_weights.round_to_nearest)
+        timer.mark()
+        writing, *of_groups, nearest = timer.seconds()
         self.num_made += 1
         if device.type == "cuda":
             # SGLang counts what it takes for free when it sizes the KV pool.
@@ -191,8 +210,17 @@ class DraftWeights:
         return {
             "texts": writing,
             "inputs": sum(of_groups[::2]),
-            "rounding": sum(of_groups[1::2]),
+            "rounding": sum(of_groups[1::2]) + nearest,
         }
+
+
+def _is_projection(layer: Any) -> bool:
+    return isinstance(layer, VocabParallelEmbedding)
+
+
+def _product_of(layer: Any, copy: WeightCopy) -> WeightCopy | ProjectionProduct:
+    """Return what multiplies with the copy in place of the layer's quant_method."""
+    return ProjectionProduct(copy) if _is_projection(layer) else copy
 
 
 def _moment_budget(layers: list[Any], device: torch.device) -> int:
@@ -259,13 +287,42 @@ def copy_bytes(layers: list[Any]) -> int:
 def draft_weights_report(weights: DraftWeights | None) -> dict[str, Any]:
     """Return the section draft_weights of /server_info."""
     if weights is None:
-        return {"kind": "target", "bytes": 0, "made": 0, "checkpoint": None}
+        return {
+            "kind": "target",
+            "bytes": 0,
+            "projection": False,
+            "made": 0,
+            "checkpoint": None,
+        }
     return {
         "kind": "int4",
         "bytes": weights.nbytes,
+        "projection": weights.has_projection,
         "made": weights.num_made,
         "checkpoint": weights.checkpoint,
     }
+
+
+def copied_layers(model: Any, *, is_checkpoint: bool) -> list[Any]:
+    """Return the layers that get copies: linear ones, and behind them the vocabulary projection if
+    copies do not come from a checkpoint. Raises UnsupportedError as linear_layers() does."""
+    layers = linear_layers(model)
+    projection = None if is_checkpoint else vocabulary_projection(model)
+    return layers if projection is None else [*layers, projection]
+
+
+def vocabulary_projection(model: Any) -> Any | None:
+    """Return the layer that turns hidden states into logits. None for a model that has none of
+    SGLang's, or one that cannot be copied: drafts then use the model's own."""
+    # A module that is the embeddings too has two names.
+    named = model.named_modules(remove_duplicate=False)
+    found = {id(each): each for name, each in named if name.rpartition(".")[2] == PROJECTION}
+    if len(found) != 1:
+        return None
+    (layer,) = found.values()
+    if not _is_projection(layer) or getattr(layer, "use_intel_amx_backend", False):
+        return None
+    return layer if isinstance(layer.quant_method, UnquantizedEmbeddingMethod) else None
 
 
 def linear_layers(model: Any) -> list[Any]:

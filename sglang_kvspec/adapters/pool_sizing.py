@@ -11,7 +11,7 @@ import torch
 from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.compat.pool_sizing import DefaultPoolConfigurator, MemoryPoolConfig
 from sglang_kvspec.adapters.draft_view import view_of
-from sglang_kvspec.adapters.draft_weights import copy_bytes, has_copies, linear_layers
+from sglang_kvspec.adapters.draft_weights import copied_layers, copy_bytes, has_copies
 from sglang_kvspec.adapters.ranks import (
     least_of_all_ranks,
     ranks_on_a_machine,
@@ -188,7 +188,8 @@ def draft_copy_bytes(kvc: Any, config: KVSpecConfig) -> int:
     is sized, so SGLang's budget is without it. 0 on a CPU."""
     if kvc.device == "cpu" or not has_copies(config, kvc.server_args):
         return 0
-    return copy_bytes(linear_layers(kvc.model))
+    is_checkpoint = config.weight_checkpoint is not None
+    return copy_bytes(copied_layers(kvc.model, is_checkpoint=is_checkpoint))
 
 
 def available_host_bytes() -> int:

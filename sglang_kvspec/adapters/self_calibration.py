@@ -107,7 +107,7 @@ class InputMoment:
 
 @contextmanager
 def products_of(layers: Sequence[Any], products: Sequence[Any]) -> Iterator[None]:
-    """Let linear layers multiply by other methods than their own."""
+    """Let layers multiply by other methods than their own."""
     own = [layer.quant_method for layer in layers]
     try:
         for layer, product in zip(layers, products, strict=True):

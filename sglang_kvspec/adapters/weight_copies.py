@@ -1,4 +1,4 @@
-"""Copies of the weights of linear layers in 4 bits, which multiply in place of the layers."""
+"""Copies of weights in 4 bits, which multiply in place of the layers that have them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from kvspec_kernels.ops import int4_products, int4_rounding
 from kvspec_kernels.reference import int4_weights
 from kvspec_kernels.reference.int4_weights import Int4Weight, RoundGroup
+from sglang_kvspec.adapters.compat.linear import UnquantizedEmbeddingMethod
 
 # Weights that are rounded at once, in whole rows. Full-precision temporaries then take 1 GiB. A
 # GPU rounds a group of 64 inputs of all these rows in one launch, so many rows are better.
@@ -77,3 +78,21 @@ class WeightCopy:
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply in place of the layer's quant_method."""
         return self.arithmetic.product(x, self._copy, bias)
+
+
+class ProjectionProduct(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """Product with a copy of the vocabulary projection. Where the projection is the embeddings too,
+    these are looked up in the model's own weight.
+
+    LogitsProcessor multiplies by a projection's quant_method only if the name of its class is not
+    one of those without quantisation. Ranks look embeddings up in one launch only if it is an
+    UnquantizedEmbeddingMethod.
+    """
+
+    def __init__(self, copy: WeightCopy) -> None:
+        self._copy = copy
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits of x [M, K], in the dtype of the layer's weight, as LogitsProcessor does
+        for a projection without quantisation."""
+        return self._copy.apply(layer, x.to(layer.weight.dtype), bias)

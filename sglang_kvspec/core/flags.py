@@ -237,9 +237,9 @@ FLAGS: tuple[Flag, ...] = (
         ChoiceOrFolder(f"{{{','.join(get_args(Weights))},PATH}}", get_args(Weights)),
         default="target",
         help="weights that the model's own drafts multiply with: the model's (`target`), copies of "
-        "its linear layers in 4 bits (`int4`), made at the start, 4.5 bits a weight, those for "
-        "which more tokens/s are expected (`auto`), or a checkpoint of the same model in GPTQ or "
-        "AWQ format, with groups of 64 or a multiple",
+        "its linear layers and vocabulary projection in 4 bits (`int4`), made at the start, 4.5 "
+        "bits a weight, those for which more tokens/s are expected (`auto`), or a checkpoint of "
+        "the same model in GPTQ or AWQ format, with groups of 64 or a multiple",
         note="4 bits need a model in bf16 on a GPU; a folder has a slash in its path",
         needs=(
             Need(

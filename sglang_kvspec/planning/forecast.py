@@ -126,13 +126,13 @@ class Deployment:
 
     @property
     def can_copy(self) -> bool:
-        """Return True if the model has linear layers in 16 bits, so that they can be copied."""
-        return self.model.linear_params > 0 and self.model.weight_bytes_per_param == 2
+        """Return True if the model has weights in 16 bits, so that they can be copied."""
+        return self.model.copied_params > 0 and self.model.weight_bytes_per_param == 2
 
     @property
     def copies_bytes(self) -> float:
         """HBM bytes of one rank that copies of its weights for drafts take."""
-        return self.rank_shape.linear_params * INT4_BITS / 8
+        return self.rank_shape.copied_params * INT4_BITS / 8
 
     @property
     def weights_to_try(self) -> tuple[Weights, ...]:
@@ -162,7 +162,7 @@ class Deployment:
             weights_s=shape.dense_params * per_param,
             experts_s=shape.expert_params * per_param,
             expert_share=shape.expert_share,
-            copied_s=(draft_weights == "int4") * shape.linear_params * per_param,
+            copied_s=(draft_weights == "int4") * shape.copied_params * per_param,
             token_s=2 * shape.params_per_token / device.usable_flops,
             plain_kv_token_s=shape.kv_bytes_per_token / device.read_bytes_per_s,
             draft_kv_token_s=draft_s * pages_read,

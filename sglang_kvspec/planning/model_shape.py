@@ -33,8 +33,8 @@ class ModelShape:
 
     dense_params: parameters that every token needs. expert_params: parameters of all num_experts
     routed experts, of which a token takes experts_per_token. embed_params: parameters that are
-    looked up, never read whole. linear_params: those of dense_params in linear layers, which are
-    all but the output projection and routers.
+    looked up, never read whole. copied_params: those of dense_params of which drafts may have
+    copies in 4 bits, which are all but routers.
     """
 
     num_layers: int
@@ -43,7 +43,7 @@ class ModelShape:
     head_dim: int
     dense_params: int
     embed_params: int
-    linear_params: int = 0
+    copied_params: int = 0
     expert_params: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
@@ -100,7 +100,7 @@ class ModelShape:
             # A step reads the whole output projection, which is the embedding if tied.
             dense_params=linear + feed_forward.router_params + vocabulary,
             embed_params=0 if tied else vocabulary,
-            linear_params=linear,
+            copied_params=linear + vocabulary,
             expert_params=feed_forward.expert_params,
             num_experts=feed_forward.num_experts,
             experts_per_token=feed_forward.experts_per_token,
@@ -128,7 +128,7 @@ class ModelShape:
             num_kv_heads=max(self.num_kv_heads // tp, 1),
             dense_params=-(-self.dense_params // tp),
             embed_params=-(-self.embed_params // tp),
-            linear_params=-(-self.linear_params // tp),
+            copied_params=-(-self.copied_params // tp),
             expert_params=-(-self.expert_params // tp),
         )
 

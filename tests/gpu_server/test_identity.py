@@ -118,6 +118,7 @@ def test_draft_weights_follow_new_weights(
     """Load the same weights again. Copies are made again where captured drafts read them."""
     before = server.report()
     assert before["draft_weights"]["kind"] == "int4"
+    assert before["draft_weights"]["projection"]
     model = {"model_path": str(fleet.platform.model)}
     assert server.post("/update_weights_from_disk", json=model)["success"]
     same(server.ask(prompts, new_tokens, at_once=True), expected)

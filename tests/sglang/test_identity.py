@@ -202,6 +202,7 @@ def test_draft_weights_follow_new_weights(servers: ServerSwitch) -> None:
     assert client.generate(prompt, 40).output_ids == before.output_ids
     report = client.kvspec_report()
     assert report["draft_weights"]["kind"] == "int4"
+    assert report["draft_weights"]["projection"]
     assert report["draft_weights"]["made"] == made + 1
     # Copies agree with the model mostly, not always.
     assert 0 < report["counters"]["accepted"] < report["counters"]["drafted"]
@@ -219,6 +220,7 @@ def test_exact_with_draft_weights_of_a_checkpoint(
     client.generate(SAMPLE.tasks[0].input_ids, 40)
     report = client.kvspec_report()
     assert report["draft_weights"]["checkpoint"] == str(folder)
+    assert not report["draft_weights"]["projection"]
     assert 0 < report["counters"]["accepted"] < report["counters"]["drafted"]
 
 

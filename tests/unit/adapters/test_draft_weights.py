@@ -1,4 +1,4 @@
-"""Copies of linear layers that only drafts use, and the inputs they are rounded for."""
+"""Copies of weights that only drafts use, and the inputs they are rounded for."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models import utils
 
@@ -30,6 +32,8 @@ from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.runtime.ranks import Ranks
 
 INPUTS, OUTPUTS = 100, 24
+# SGLang pads the rows of a projection to a multiple of 64.
+VOCABULARY = 70
 ALONE: dict[str, Any] = {"params_dtype": torch.float32, "tp_rank": 0, "tp_size": 1}
 
 
@@ -48,13 +52,42 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(layers[0], torch.nn.LayerNorm(INPUTS), *layers[1:])
 
 
+class Decoder(torch.nn.Module):
+    """A linear layer between embeddings and the vocabulary projection, which may be one."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        options = {"params_dtype": torch.float32, "enable_tp": False}
+        self.embed_tokens = VocabParallelEmbedding(VOCABULARY, INPUTS, **options)
+        self.layer = ColumnParallelLinear(INPUTS, INPUTS, bias=False, **ALONE)
+        self.lm_head = self.embed_tokens
+        if not is_tied:
+            self.lm_head = ParallelLMHead(VOCABULARY, INPUTS, **options)
+        for part in self.parameters():
+            torch.nn.init.normal_(part)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up embeddings. VocabParallelEmbedding does so, but asks for the ranks."""
+        found: torch.Tensor = self.embed_tokens.quant_method.embedding(self.embed_tokens, ids)
+        return found
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        processor = SimpleNamespace(use_fp32_lm_head=False, rl_on_policy_target=None)
+        found: torch.Tensor = LogitsProcessor._compute_lm_head(processor, x, self.lm_head)
+        return found
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(is_tied=request.param)
+
+
 @pytest.fixture(params=[REFERENCE, KERNELS], ids=["reference", "kernels"])
-def weights(
-    request: pytest.FixtureRequest,
-    model: torch.nn.Module,
-    monkeypatch: pytest.MonkeyPatch,
-) -> DraftWeights:
-    """Copies for independent inputs."""
+def copies_of(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[torch.nn.Module], DraftWeights]:
+    """Return a function that makes copies of a model's weights for independent inputs."""
 
     def moments(runner: Any, layers: list[Any], texts: torch.Tensor) -> list[torch.Tensor]:
         return [torch.eye(layer.weight.shape[1]) for layer in layers]
@@ -62,9 +95,20 @@ def weights(
     monkeypatch.setattr(draft_weights, "write_texts", lambda *_: torch.zeros(1, 1))
     monkeypatch.setattr(draft_weights, "input_moments", moments)
     monkeypatch.setattr(draft_weights, "arithmetic_of", lambda device: request.param)
-    if request.param is KERNELS:
-        model.to(torch.bfloat16)
-    return DraftWeights(SimpleNamespace(model=model), Ranks())
+
+    def copies(model: torch.nn.Module) -> DraftWeights:
+        if request.param is KERNELS:
+            model.to(torch.bfloat16)
+        return DraftWeights(SimpleNamespace(model=model), Ranks())
+
+    return copies
+
+
+@pytest.fixture
+def weights(
+    model: torch.nn.Module, copies_of: Callable[[torch.nn.Module], DraftWeights]
+) -> DraftWeights:
+    return copies_of(model)
 
 
 def copy_of(layer: Any) -> torch.Tensor:
@@ -78,7 +122,9 @@ def inputs_of(model: Any) -> torch.Tensor:
 def is_product(found: torch.Tensor, x: torch.Tensor, layer: Any) -> bool:
     """Return True if `found` is a product with the layer's copy. Its own weight is far from that:
     4 bits round by 2 % of a weight's range."""
-    bias = 0 if layer.bias is None else layer.bias.float()
+    # Embeddings have none.
+    own = getattr(layer, "bias", None)
+    bias = 0 if own is None else own.float()
     expected = x.float() @ copy_of(layer).t() + bias
     # Kernels round copies and results to bf16, by up to 2^-9 each.
     limit = 1e-5 if x.dtype == torch.float32 else 2.0**-8
@@ -94,6 +140,53 @@ def test_copies_are_used_in_force_only(model: Any, weights: DraftWeights) -> Non
     assert not is_product(exact, x, model[2])
     assert model[2].quant_method is own
     assert torch.equal(model[2](x)[0], exact)
+
+
+def test_drafts_get_logits_from_a_copy(
+    decoder: Decoder, copies_of: Callable[[torch.nn.Module], DraftWeights]
+) -> None:
+    weights, ids = copies_of(decoder), torch.tensor([0, 5, VOCABULARY - 1])
+    x = torch.randn(3, INPUTS).to(decoder.lm_head.weight.dtype)
+    exact, embedded = decoder.logits(x), decoder.embed(ids)
+    assert weights.has_projection
+    for factor in (1, -2):
+        weights.weights_will_change()
+        with torch.no_grad():
+            decoder.lm_head.weight.mul_(factor)
+        weights.refresh()
+        with weights.in_force():
+            drafted = decoder.logits(x)
+            assert torch.equal(decoder.embed(ids), embedded * (factor if is_tied(decoder) else 1))
+            # Of a model whose norms are in fp32.
+            assert torch.equal(decoder.logits(x.float()), drafted)
+        assert drafted.dtype == exact.dtype
+        assert drafted.shape == exact.shape
+        assert is_product(drafted, x, decoder.lm_head)
+        assert not is_product(exact * factor, x, decoder.lm_head)
+        assert torch.equal(decoder.logits(x), exact * factor)
+
+
+def is_tied(decoder: Decoder) -> bool:
+    return decoder.lm_head is decoder.embed_tokens
+
+
+def test_projections_that_cannot_be_copied_stay(decoder: Decoder) -> None:
+    whole = draft_weights.copied_layers(decoder, is_checkpoint=False)
+    assert whole == [decoder.layer, decoder.lm_head]
+    # A checkpoint has no projection in 4 bits.
+    assert draft_weights.copied_layers(decoder, is_checkpoint=True) == [decoder.layer]
+    others: list[Any] = [torch.nn.Identity(), decoder.layer]
+    for changes in ({"quant_method": SimpleNamespace()}, {"use_intel_amx_backend": True}):
+        head = ParallelLMHead(VOCABULARY, INPUTS, enable_tp=False)
+        for name, value in changes.items():
+            setattr(head, name, value)
+        others.append(head)
+    for other in others:
+        decoder.lm_head = other
+        assert draft_weights.copied_layers(decoder, is_checkpoint=False) == [decoder.layer]
+    # Two models in one, of which either may give the logits.
+    both = torch.nn.ModuleList([Decoder(is_tied=False), Decoder(is_tied=False)])
+    assert draft_weights.vocabulary_projection(both) is None
 
 
 def test_a_draft_that_fails_leaves_the_models_own(model: Any, weights: DraftWeights) -> None:
@@ -192,7 +285,7 @@ def test_the_log_says_how_long_each_stage_took(
 
 
 def test_sizes_are_reported(weights: DraftWeights, model: Any) -> None:
-    none = {"kind": "target", "bytes": 0, "made": 0, "checkpoint": None}
+    none = {"kind": "target", "bytes": 0, "projection": False, "made": 0, "checkpoint": None}
     assert draft_weights.draft_weights_report(None) == none
     layers = [model[0], model[2]]
     if weights._copies[0].arithmetic is KERNELS:
@@ -202,7 +295,7 @@ def test_sizes_are_reported(weights: DraftWeights, model: Any) -> None:
     else:
         # 100 inputs are two groups of 64.
         num_bytes = (INPUTS + OUTPUTS) * (64 + 2 * 4)
-    some = {"kind": "int4", "bytes": num_bytes, "made": 1, "checkpoint": None}
+    some = none | {"kind": "int4", "bytes": num_bytes, "made": 1}
     assert draft_weights.draft_weights_report(weights) == some
 
 

@@ -86,9 +86,15 @@ def test_a_choice_of_pages_needs_memory_of_a_gpu(monkeypatch):
 
 @pytest.fixture
 def kvc_with_layers(monkeypatch):
-    """Return a function that makes a configurator of a model with one linear layer [96, 256]."""
+    """Return a function that makes a configurator of a model with a linear layer [96, 256] and a
+    vocabulary projection [128, 256]."""
     layer = SimpleNamespace(weight=torch.empty(96, 256))
-    monkeypatch.setattr(pool_sizing, "linear_layers", lambda model: [layer])
+    projection = SimpleNamespace(weight=torch.empty(128, 256))
+
+    def copied_layers(model, *, is_checkpoint):
+        return [layer] if is_checkpoint else [layer, projection]
+
+    monkeypatch.setattr(pool_sizing, "copied_layers", copied_layers)
 
     def make(device="cuda", mode="null"):
         return SimpleNamespace(
@@ -109,7 +115,9 @@ def test_copies_of_weights_are_known(kvc_with_layers):
         return pool_sizing.draft_copy_bytes(kvc, KVSpecConfig(**options))
 
     # 4 codes in 2 bytes, scale and zero of 4 groups, and a counter for each 64 columns.
-    assert nbytes(draft_weights="int4") == 96 * (128 + 4 * 4) + 2 * 4
+    layer, projection = 96 * (128 + 4 * 4) + 2 * 4, 128 * (128 + 4 * 4) + 2 * 4
+    assert nbytes(draft_weights="int4") == layer + projection
+    assert nbytes(draft_weights="/copy") == layer
     assert nbytes() == nbytes("cpu", draft_weights="int4") == 0
     assert nbytes(mode="prefill", draft_weights="int4") == 0
 

@@ -107,9 +107,29 @@ def test_every_tile_equals_the_reference(tile, programs, device, monkeypatch):
     assert not packed.arrived.any()
 
 
+@pytest.mark.parametrize("tile", int4_products.CHOSEN.values(), ids=name_of)
+def test_vocabularies_of_many_tiles_equal_the_reference(tile, device, monkeypatch):
+    """Each program has several tiles, and ends inside one. The last tile is not whole."""
+    monkeypatch.setattr(int4_products, "num_multiprocessors", lambda device: 7)
+    x, weight, _ = draw(5, 40 * 64 + 24, CHUNK + 72, device)
+    packed = repacked(weight)
+    for _ in range(2):
+        out = multiply(x, packed, None, replace(tile, programs=1))
+        assert_product(out, x, weight, None, tile.decoded)
+        assert not packed.arrived.any()
+
+
 @pytest.mark.parametrize(
     ("num_tiles", "num_chunks", "programs"),
-    [(448, 16, 396), (96, 16, 384), (64, 16, 256), (64, 56, 256), (1, 3, 1), (396, 1, 396)],
+    [
+        (448, 16, 396),
+        (96, 16, 384),
+        (64, 16, 256),
+        (64, 56, 256),
+        (1, 3, 1),
+        (396, 1, 396),
+        (2004, 16, 396),
+    ],
 )
 def test_tiles_that_fit_are_not_cut_across(num_tiles, num_chunks, programs):
     assert num_programs(396, num_tiles, num_chunks) == programs
