@@ -2,6 +2,7 @@
 
 The target decodes greedily with its own weights. Then each kind of weights drafts over anchors
 behind what the target has emitted, in rounds that begin again behind the first rejection.
+--projections: also draft with each kind of weights and a rounded vocabulary projection.
 
 usage: python benchmarks/bench_draft_weights.py [MODEL] [--length 4096] [--prompts 60] --out PATH
 """
@@ -13,7 +14,13 @@ import time
 
 import torch
 from acceptance import report
-from acceptance.draft_weights import KINDS, with_weights
+from acceptance.draft_weights import (
+    KINDS,
+    PROJECTIONS,
+    rounded_projection,
+    with_projection,
+    with_weights,
+)
 from acceptance.drafting import target_run
 from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
@@ -36,6 +43,13 @@ def main() -> None:
         begin = time.perf_counter()
         drafters[kind] = with_weights(model, kind, args)
         seconds[kind] = time.perf_counter() - begin
+    for projection in args.projections:
+        begin = time.perf_counter()
+        weight = rounded_projection(model, projection, args)
+        seconds[f"projection_{projection}"] = time.perf_counter() - begin
+        for kind in args.weights:
+            name = f"{kind}.projection_{projection}"
+            drafters[name] = with_projection(drafters[kind], weight)
     prompts, sources = cut_prompts(args.model, args.prompts, args.length, args.seed, args.text)
     found: dict[str, list] = {kind: [] for kind in drafters}
     for batch in track(prompts.split(args.batch), "prompts"):
@@ -52,7 +66,11 @@ def main() -> None:
         if kind != "target":
             ratio = mean.mean / accepted["target"].mean
             figures.append(Figure(f"{name}.vs_target_weights", ratio, "x", None, 1.0))
-            figures.append(Figure(f"w4.round_seconds.{kind}", seconds[kind], "s"))
+    figures += [
+        Figure(f"w4.round_seconds.{kind}", taken, "s")
+        for kind, taken in seconds.items()
+        if kind != "target"
+    ]
     settings = {
         "model": args.model.name,
         "prompts": args.prompts,
@@ -73,6 +91,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of_runs(__doc__, length=4096, new_tokens=128)
     parser.add_argument("--weights", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--projections", nargs="+", choices=PROJECTIONS, default=[])
     args = parse_run(parser)
     if "target" not in args.weights:
         parser.error("--weights needs target, to which others are compared")

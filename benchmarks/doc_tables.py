@@ -208,6 +208,18 @@ WEIGHTS_TITLES = {
     "w4.accept.compensated.vs_target_weights": ("4 bits, compensated, inputs of code", "0.95"),
     "w4.accept.own_text.vs_target_weights": ("4 bits, compensated, inputs of own text", "0.95"),
 }
+PROJECTION_TITLES = {
+    "w4.accept.own_text.vs_target_weights": ("the model's own, in fp32", ""),
+    "w4.accept.own_text.projection_int8.vs_target_weights": ("8 bits, one scale a row", ""),
+    "w4.accept.own_text.projection_nearest.vs_target_weights": (
+        "4 bits, to the nearest code",
+        "0.95",
+    ),
+    "w4.accept.own_text.projection_own_text.vs_target_weights": (
+        "4 bits, compensated, inputs of own text",
+        "0.95",
+    ),
+}
 EXACTRES_TITLES = {
     "exactres.bits.smollm2": ("bits an element, all included, SmolLM2-135M", "8.3 or less"),
     "exactres.bits.eval31m": ("the same, eval-31m", "8.3 or less"),
@@ -255,6 +267,9 @@ def all_tables() -> dict[str, str]:
         "exactres": _goals(_figures("exact_residual"), EXACTRES_TITLES),
         "lossless": _goals(_figures("lossless"), LOSSLESS_TITLES),
         "draft_weights": _goals(_figures("draft_weights_eval31m_2k"), WEIGHTS_TITLES),
+        "draft_projection": _goals(
+            _figures("draft_weights_vocabulary_eval31m_2k"), PROJECTION_TITLES
+        ),
         "ngram": ngram_table(RESULTS / "ngram_cpu.json"),
         "architectures": architectures_table(RESULTS / "architectures.json"),
         "products": products_table(_figures("deterministic_kernels")),

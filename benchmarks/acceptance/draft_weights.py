@@ -1,4 +1,4 @@
-"""A model whose linear layers have other weights, for drafts."""
+"""A model whose linear layers or vocabulary projection have other weights, for drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import copy
 import torch
 
 from acceptance.input_moments import InputMoments
-from acceptance.model import Llama
+from acceptance.model import PROJECTION, Llama
 from acceptance.prompts import BOS, cut_prompts
 from kvspec_kernels.reference import int4_weights
 from sglang_kvspec.adapters.self_calibration import NUM_TEXTS, SEED, TEXT_LEN
@@ -19,6 +19,8 @@ ENCODERS = {
 }
 # How weights are rounded. Compensated ones know inputs of code, or of text that the model writes.
 KINDS = ("target", "nearest", "half_quadratic", "compensated", "own_text")
+# How the vocabulary projection is rounded. int8: to 8 bits, with one scale a row.
+PROJECTIONS = ("nearest", "compensated", "own_text", "int8")
 # Prompts of another seed, whose inputs compensated rounding sees.
 CALIBRATION_PROMPTS, CALIBRATION_LEN, CALIBRATION_SEED = 8, 1024, 1
 LINEAR = "proj.weight"
@@ -37,11 +39,32 @@ def with_weights(model: Llama, kind: str, args: argparse.Namespace) -> Llama:
             return int4_weights.decode(int4_weights.compensated(weight, moments[id(weight)]))
         return int4_weights.decode(ENCODERS[kind](weight))
 
+    return _replaced(
+        model,
+        {name: rounded(part) for name, part in model.weights.items() if name.endswith(LINEAR)},
+    )
+
+
+def with_projection(model: Llama, weight: torch.Tensor) -> Llama:
+    """Return the model with this vocabulary projection. Its embeddings stay."""
+    return _replaced(model, {PROJECTION: weight})
+
+
+def rounded_projection(model: Llama, kind: str, args: argparse.Namespace) -> torch.Tensor:
+    """Return the model's vocabulary projection, rounded as one of PROJECTIONS."""
+    weight = model.projection
+    if kind == "nearest":
+        return int4_weights.decode(int4_weights.round_to_nearest(weight))
+    if kind == "int8":
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return (weight / scale).round() * scale
+    moments = input_moments(model, args, own_text=kind == "own_text")
+    return int4_weights.decode(int4_weights.compensated(weight, moments[id(weight)]))
+
+
+def _replaced(model: Llama, weights: dict[str, torch.Tensor]) -> Llama:
     other = copy.copy(model)
-    other.weights = {
-        name: rounded(weight) if name.endswith(LINEAR) else weight
-        for name, weight in model.weights.items()
-    }
+    other.weights = model.weights | weights
     return other
 
 
@@ -58,7 +81,7 @@ def input_moments(
         )
     with InputMoments() as moments:
         for prompt in prompts.to(model.device).split(1):
-            model.prefill(prompt, 0)
+            model.prefill(prompt, 0, all_logits=True)
     return moments.by_weight
 
 

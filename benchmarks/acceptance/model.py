@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 LayerCache = list[tuple[torch.Tensor, torch.Tensor]]
 # Queries of a prompt's last tokens, by which draft views choose pages for the first round.
 PROMPT_QUERIES = 32
+# Name of a vocabulary projection that is not the embeddings.
+PROJECTION = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,21 @@ class Llama:
             name.removeprefix("model."): w.to(device, torch.float32) for name, w in state.items()
         }
 
+    @property
+    def projection(self) -> torch.Tensor:
+        """Return the vocabulary projection. A model for drafts may have one of its own."""
+        return self.weights.get(PROJECTION, self.weights["embed_tokens.weight"])
+
     @torch.inference_mode()
     def prefill(
-        self, tokens: torch.Tensor, spare: int
+        self, tokens: torch.Tensor, spare: int, *, all_logits: bool = False
     ) -> tuple[LayerCache, torch.Tensor, list[torch.Tensor]]:
         """Run prompts [batch, T] int64. Return the cache, with room for `spare` more tokens after
         the first T, the logits of the last position [batch, vocab], and the queries of the last
-        PROMPT_QUERIES positions by layer [batch, num_heads, PROMPT_QUERIES, head_dim]."""
+        PROMPT_QUERIES positions by layer [batch, num_heads, PROMPT_QUERIES, head_dim].
+
+        all_logits: compute the logits of all positions, for InputMoments.
+        """
         length = tokens.shape[1]
         x = self.weights["embed_tokens.weight"][tokens]
         cos, sin = self._rope(torch.arange(length, device=self.device))
@@ -80,7 +90,8 @@ class Llama:
             )
             x = self._after_attention(layer, x, out)
             cache.append((F.pad(k, (0, 0, 0, spare)), F.pad(v, (0, 0, 0, spare))))
-        return cache, self._logits(x[:, -1]), queries
+        logits = self._logits(x if all_logits else x[:, -1:])
+        return cache, logits[:, -1], queries
 
     @torch.inference_mode()
     def decode(
@@ -217,7 +228,7 @@ class Llama:
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         h = F.rms_norm(x, (x.shape[-1],), self.weights["norm.weight"], self.shape.rms_eps)
-        return F.linear(h, self.weights["embed_tokens.weight"])
+        return F.linear(h, self.projection)
 
 
 def attend(

@@ -38,6 +38,7 @@ from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.ports import ModelForward
 from sglang_kvspec.kv.forward_plan import Row
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+from sglang_kvspec.runtime.phase_timer import PhaseTimer
 from sglang_kvspec.runtime.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -77,19 +78,21 @@ class DraftWeights:
         self.num_made = 0
         self._is_stale = False
         self.checkpoint = None if checkpoint is None else str(checkpoint.folder)
+        stages: dict[str, float] = {}
         # Text does not have to be the target's own, and batch-invariant products of fp32 would
         # round to tf32.
         with torch.no_grad(), draft_operators():
             if checkpoint is None:
-                self._make(runner, ranks)
+                stages = self._make(runner, ranks)
             else:
                 self._load(runner.model, checkpoint)
         logger.info(
-            "KVSpec: drafts use 4-bit copies of %d linear layers%s, %.2f GiB; they took %.1f s",
+            "KVSpec: drafts use 4-bit copies of %d linear layers%s, %.2f GiB; they took %.1f s%s",
             len(self._layers),
             "" if checkpoint is None else f" from {checkpoint.folder}",
             self.nbytes / GIB,
             time.perf_counter() - begin,
+            "".join(f", {stage} {seconds:.1f} s" for stage, seconds in stages.items()),
         )
 
     @property
@@ -156,16 +159,21 @@ class DraftWeights:
             self._copies[-1].replace(read)
         self.num_made += 1
 
-    def _make(self, runner: Any, ranks: Ranks) -> None:
+    def _make(self, runner: Any, ranks: Ranks) -> dict[str, float]:
         """Allocate the copies, and round a few layers at a time for inputs that are measured in
-        forwards of their own: moments of all layers of a model of 8B take 30 GiB."""
+        forwards of their own: moments of all layers of a model of 8B take 30 GiB. Returns the
+        seconds of each stage, for which it waits for the device."""
         device = self._layers[0].weight.device
         budget_bytes = _moment_budget(self._layers, device)
         self._copies = [WeightCopy(layer.weight, arithmetic_of(device)) for layer in self._layers]
+        timer = PhaseTimer(device)
+        timer.start()
         texts = write_texts(runner, ranks, NUM_TEXTS, TEXT_LEN)
+        timer.mark()
         copies = iter(self._copies)
         for group in groups_within(self._layers, budget_bytes):
             moments = input_moments(runner, group, texts)
+            timer.mark()
             for layer in group:
                 # The next layer needs the memory of this one's moment and factor.
                 factor = int4_weights.compensation(moments.pop(0))
@@ -174,10 +182,17 @@ class DraftWeights:
                 encode = partial(int4_weights.compensated_by, factor=factor, round_group=rounding)
                 copy.write(layer.weight, encode)
                 del factor, encode
+            timer.mark()
+        writing, *of_groups = timer.seconds()
         self.num_made += 1
         if device.type == "cuda":
             # SGLang counts what it takes for free when it sizes the KV pool.
             torch.cuda.empty_cache()
+        return {
+            "texts": writing,
+            "inputs": sum(of_groups[::2]),
+            "rounding": sum(of_groups[1::2]),
+        }
 
 
 def _moment_budget(layers: list[Any], device: torch.device) -> int:

@@ -164,6 +164,33 @@ def test_large_weights_are_rounded_in_blocks_of_rows(
     assert all(map(torch.equal, weights._copies[0]._copy[:2], whole))
 
 
+def test_the_log_says_how_long_each_stage_took(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+
+    def takes(seconds: float, result: Callable[..., Any]) -> Callable[..., Any]:
+        def stage(*args: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return result(*args)
+
+        return stage
+
+    def moments(runner: Any, layers: list[Any], texts: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.eye(layer.weight.shape[1]) for layer in layers]
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    # Each layer is a group of its own.
+    monkeypatch.setattr(draft_weights, "CPU_MOMENT_BYTES", 1)
+    monkeypatch.setattr(draft_weights, "write_texts", takes(7, lambda *_: torch.zeros(1, 1)))
+    monkeypatch.setattr(draft_weights, "input_moments", takes(2, moments))
+    monkeypatch.setattr(int4_weights, "compensation", takes(0.5, int4_weights.compensation))
+    with caplog.at_level("INFO"):
+        DraftWeights(SimpleNamespace(model=model), Ranks())
+    assert "took 12.0 s, texts 7.0 s, inputs 4.0 s, rounding 1.0 s" in caplog.text
+
+
 def test_sizes_are_reported(weights: DraftWeights, model: Any) -> None:
     none = {"kind": "target", "bytes": 0, "made": 0, "checkpoint": None}
     assert draft_weights.draft_weights_report(None) == none

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from acceptance.confidence import log_odds_and_lead, read_digits, write_digits
+from acceptance.draft_weights import with_projection
 from acceptance.drafting import accepted_lengths, draft_cache, target_run, through_anchor
 from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
@@ -96,3 +97,13 @@ def test_confidence_is_written_with_two_digits_a_draft():
     assert lead.tolist() == [0, 10, 100]
     assert write_digits([-5, 0, 1, *log_odds.tolist()]) == "0024322498" + "99"
     assert list(read_digits("002499")) == [0, 24, 99]
+
+
+def test_a_projection_for_drafts_leaves_the_embeddings(model):
+    tokens, _ = cut_prompts(MODEL, 1, SIZE)
+    cache, logits, _ = model.prefill(tokens, 0)
+    other = with_projection(model, 2 * model.projection)
+    found_cache, found, _ = other.prefill(tokens, 0, all_logits=True)
+    torch.testing.assert_close(found, 2 * logits)
+    for layer, found_layer in zip(cache, found_cache, strict=True):
+        assert all(map(torch.equal, layer, found_layer))

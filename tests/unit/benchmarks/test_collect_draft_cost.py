@@ -1,0 +1,75 @@
+"""collect_draft_cost.py: ratios of drafts with weights in 4 bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import collect_draft_cost
+import pytest
+
+
+def write(folder, name, values):
+    rows = [
+        {"name": figure, "value": value, "unit": "u", "spread": spread, "baseline": None}
+        for figure, (value, spread) in values.items()
+    ]
+    part = {"commit": "abc", "date": "now", "machine": "H100", "figures": rows}
+    (folder / name).write_text(json.dumps(part))
+
+
+@pytest.fixture
+def collect(monkeypatch, tmp_path):
+    def run(*arguments):
+        monkeypatch.setattr(collect_draft_cost, "RESULTS", tmp_path)
+        out = tmp_path / "draft_cost.json"
+        monkeypatch.setattr(sys, "argv", ["collect_draft_cost.py", *arguments, "--out", str(out)])
+        collect_draft_cost.main()
+        result = json.loads(out.read_text())
+        return result, {row["name"]: row for row in result["figures"]}
+
+    return run
+
+
+def test_serving_is_compared_with_plain_sglang_and_with_no_copies(collect, tmp_path):
+    place = "serve.8b.32k.bs1"
+    measured = {
+        f"{place}.exact-w4.vs_bf16": (1.6, 0.1),
+        "serve.8b.32k.saturation.int8-w4.vs_bf16": (4.1, None),
+        f"{place}.exact.vs_bf16": (1.0, 0.1),
+        f"{place}.exact-w4.decode.tokens_per_s": (120.0, 12.0),
+        f"{place}.exact.decode.tokens_per_s": (80.0, 0.0),
+        f"{place}.exact-w4.start_seconds": (80.0, None),
+        f"{place}.exact.start_seconds": (65.0, None),
+        "serve.8b.4k.bs4.exact-w4.start_seconds": (99.0, None),
+    }
+    write(tmp_path, "serving.json", measured)
+    result, figures = collect("--serving", "serving.json")
+    assert figures["cheap.8b.32k.bs1.exact"]["value"] == 1.6
+    assert figures["cheap.8b.32k.saturated.int8"]["value"] == 4.1
+    ratio = figures["cheap.8b.32k.bs1.exact.vs_target_weights"]
+    assert (ratio["value"], ratio["baseline"]) == (1.5, 80.0)
+    assert ratio["spread"] == pytest.approx(0.15)
+    # The point without a server to compare with does not count.
+    assert figures["start.extra_seconds.w4"]["value"] == 15.0
+    assert "cheap.8b.32k.bs1.exact.start_seconds" not in figures
+    assert result["settings"]["parts"]["serving.json"]["commit"] == "abc"
+
+
+def test_acceptance_is_a_share_of_that_of_the_models_own_weights(collect, tmp_path):
+    write(tmp_path, "copies.json", {"views.pages.0.1.4.mean_of_16": (12.0, 0.3)})
+    own = {"views.all.mean_of_16": (16.0, 0.1), "views.pages.0.1.4.mean_of_16": (15.0, 0.1)}
+    write(tmp_path, "own.json", own)
+    _, figures = collect("--acceptance", "eval31m_16k=copies.json:own.json")
+    name = "w4.accept.eval31m_16k.pages.0.1.4"
+    assert figures[f"{name}.vs_target_weights"]["value"] == 0.8
+    assert figures[f"{name}.mean_of_16"]["spread"] == 0.3
+
+
+def test_answers_of_all_parts_are_counted_together(collect, tmp_path):
+    for name, answers in (("one.json", 69), ("two.json", 300)):
+        counts = {"lossless.exact.answers": (answers, None), "gpu_tests.passed": (6, None)}
+        write(tmp_path, name, {**counts, "lossless.exact.mismatches": (1, None)})
+    _, figures = collect("--answers", "one.json", "two.json")
+    assert figures["draft_cost.identity.answers"]["value"] == 369
+    assert figures["draft_cost.identity.mismatches"]["value"] == 2
