@@ -8,6 +8,9 @@ usage: python benchmarks/bench_views.py [MODEL] [--length 16384] [--prompts 60] 
 
 --weights: weights that drafts read, and nothing else. own_text: in 4 bits, as a server with
 --kvspec-draft-weights int4 has them.
+
+--at-every-token: begin a round at every token, and record how sure drafts were. From these rounds
+bench_draft_lengths.py can put together those of any draft lengths.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from acceptance.model import Llama
 from acceptance.prompts import TEXTS, cut_prompts
 from acceptance.recall import recalls
 from acceptance.report import Estimate, Figure
-from acceptance.rounds import DraftCaches, Rounds, run_rounds
+from acceptance.rounds import DraftCaches, Rounds, run_rounds, run_rounds_at_every_token
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -62,6 +65,7 @@ def main() -> None:
         "seed": args.seed,
         "page_size": PAGE_SIZE,
         "weights": args.weights,
+        "at_every_token": args.at_every_token,
         "spread": "95% half width over requests",
         "recall_budget": args.recall_budget,
         "raw": {name: [asdict(each) for each in rounds] for name, rounds in results.items()},
@@ -85,8 +89,12 @@ def parse_arguments() -> argparse.Namespace:
         help="views to compare. QUERIES: verified queries that a view chooses by",
     )
     add("--weights", choices=KINDS, default="target", help="weights that drafts read")
+    add("--at-every-token", action="store_true", help="begin a round at every token")
     add("--recall-budget", type=float, default=0.1, help="share of pages of the recall; 0: none")
-    return parse_run(parser)
+    args = parse_run(parser)
+    if args.at_every_token and args.views != ["all"]:
+        parser.error(f"--at-every-token needs --views all, got {' '.join(args.views)}")
+    return args
 
 
 def parser_of_runs(description: str, *, length: int, new_tokens: int) -> argparse.ArgumentParser:
@@ -133,7 +141,7 @@ def measure(
             progress.advance(task)
             for name in args.views:
                 progress.update(task, description=name)
-                results[name] += run_view(drafter, run, name, args.draft_len)
+                results[name] += run_view(drafter, run, name, args)
                 progress.advance(task)
             if args.recall_budget:
                 progress.update(task, description="recall")
@@ -143,10 +151,12 @@ def measure(
     return results, recall
 
 
-def run_view(drafter: Llama, run: TargetRun, name: str, draft_len: int) -> list[Rounds]:
+def run_view(drafter: Llama, run: TargetRun, name: str, args: argparse.Namespace) -> list[Rounds]:
     caches = draft_caches(drafter, run)
+    if args.at_every_token:
+        return run_rounds_at_every_token(drafter, run, caches, args.draft_len)
     view, budget = make_view(name, drafter)
-    return run_rounds(drafter, run, caches, view, budget, draft_len)
+    return run_rounds(drafter, run, caches, view, budget, args.draft_len)
 
 
 def draft_caches(model: Llama, run: TargetRun) -> DraftCaches:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draft_lengths.doc_table import draft_lengths_table
 from flag_tables import flag_tables
 from metric_tables import metric_tables
 from ngram_tables import ngram_table
@@ -274,6 +275,7 @@ def all_tables() -> dict[str, str]:
         "architectures": architectures_table(RESULTS / "architectures.json"),
         "products": products_table(_figures("deterministic_kernels")),
         "int4_products": int4_table(_figures("int4_products"), _figures("int4_marlin")),
+        "draft_lengths": draft_lengths_table(_figures("draft_lengths")),
         "ttkt_gpu": gpu_lines(RESULTS / "ttkt_h200.json"),
         "serving": tables.block(),
         "summary": summary(),

@@ -143,6 +143,46 @@ class Llama:
             x = self._after_attention(layer, x, out)
         return self._logits(x[:, 0])
 
+    @torch.inference_mode()
+    def decode_behind(
+        self,
+        tokens: torch.Tensor,
+        begins: torch.Tensor,
+        step: int,
+        past: LayerCache,
+        own: LayerCache,
+    ) -> torch.Tensor:
+        """Run one token of each of several continuations of a prompt, tokens [n] at begins + step.
+        Return logits [n, vocab].
+
+        begins [n]: where each continuation begins. past: by layer, K and V of the prompt
+        [num_kv_heads, tokens, head_dim], of which continuation i reads those before begins[i]. own:
+        K and V of each continuation's tokens so far [n, num_kv_heads, steps, head_dim], to which
+        those of these tokens are written.
+        """
+        x = self.weights["embed_tokens.weight"][tokens][:, None]
+        cos, sin = (part[:, None, None] for part in self._rope(begins + step))
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        num_past = int(begins.max())
+        hidden = torch.arange(num_past, device=self.device) >= begins[:, None]
+        for layer, ((k_past, v_past), (k_own, v_own)) in enumerate(zip(past, own, strict=True)):
+            q, k, v = self._qkv(layer, x, cos, sin)
+            k_own[:, :, step] = k[:, :, 0]
+            v_own[:, :, step] = v[:, :, 0]
+            grouped = q.unflatten(1, (-1, group))[:, :, :, 0] * self.shape.head_dim**-0.5
+            # Rows of all continuations read the keys of the prompt at once.
+            rows = grouped.transpose(0, 1).flatten(1, 2)
+            before = rows @ k_past[:, :num_past].transpose(1, 2)
+            before = before.unflatten(1, (-1, group)).transpose(0, 1)
+            before.masked_fill_(hidden[:, None, None], float("-inf"))
+            behind = grouped @ k_own[:, :, : step + 1].transpose(2, 3)
+            weights = torch.cat((before, behind), dim=-1).softmax(-1)
+            of_past = weights[..., :num_past].transpose(0, 1).flatten(1, 2) @ v_past[:, :num_past]
+            out = of_past.unflatten(1, (-1, group)).transpose(0, 1)
+            out = out + weights[..., num_past:] @ v_own[:, :, : step + 1]
+            x = self._after_attention(layer, x, out.flatten(1, 2)[:, :, None])
+        return self._logits(x[:, 0])
+
     def _rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         half = self.shape.head_dim // 2
         exponent = torch.arange(half, device=self.device, dtype=torch.float32) / half

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from acceptance.confidence import log_odds_and_lead, write_digits
 from acceptance.drafting import PageMap, TargetRun, from_pages, to_pages
 from acceptance.model import Llama
 from kvspec_kernels.reference.page_selection import page_mass
@@ -24,11 +25,14 @@ MASS_QUERIES = 8
 class Rounds:
     """Rounds of one request, in order. accepted: accept lengths. pages_read: shares of the full
     pages that drafts read. mass: shares of the attention mass of full pages that is on the pages
-    read."""
+    read. top, lead: how sure each draft of a round was, as confidence.py writes it, noted only
+    where rounds begin at every token."""
 
     accepted: list[int] = field(default_factory=list)
     pages_read: list[float] = field(default_factory=list)
     mass: list[float] = field(default_factory=list)
+    top: list[str] = field(default_factory=list)
+    lead: list[str] = field(default_factory=list)
 
 
 class DraftCaches:
@@ -94,6 +98,52 @@ def run_rounds(
     return found
 
 
+@torch.inference_mode()
+def run_rounds_at_every_token(
+    model: Llama, run: TargetRun, caches: DraftCaches, draft_len: int
+) -> list[Rounds]:
+    """Draft behind every token of a target run, over all anchors. Return the rounds by request, and
+    how sure each draft was. Overwrites `caches`.
+
+    Rounds that begin in the same page read the same anchors, so they draft together.
+    """
+    found = [Rounds() for _ in run.tokens]
+    size, last = caches.page_size, run.steps - draft_len
+    for row, rounds in enumerate(found):
+        first = 0
+        while first <= last:
+            committed = run.prompt_len + first
+            end = min(first + size - committed % size, last + 1)
+            caches.encode(row, committed)
+            at = torch.arange(first, end, device=run.tokens.device)
+            drafts, confidence = _draft_together(model, run, caches, row, at, draft_len)
+            places = at[:, None] + 1 + torch.arange(draft_len, device=at.device)
+            accepted = (drafts == run.tokens[row][places]).int().cumprod(1).sum(1)
+            rounds.accepted += accepted.tolist()
+            rounds.top += map(write_digits, confidence[:, :, 0].tolist())
+            rounds.lead += map(write_digits, confidence[:, :, 1].tolist())
+            first = end
+        rounds.pages_read = rounds.mass = [1.0] * len(rounds.accepted)
+    return found
+
+
+def _draft_together(
+    model: Llama, run: TargetRun, caches: DraftCaches, row: int, at: torch.Tensor, draft_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the drafts [rounds, draft_len] of a request behind its tokens `at`, and how sure each
+    was [rounds, draft_len, 2]."""
+    past = [(k[row], v[row]) for k, v in caches.layers]
+    size = (len(at), model.shape.num_kv_heads, draft_len, model.shape.head_dim)
+    own = [(torch.zeros(size, device=at.device), torch.zeros(size, device=at.device)) for _ in past]
+    token, drafts, confidence = run.tokens[row][at], [], []
+    for step in range(draft_len):
+        logits = model.decode_behind(token, run.prompt_len + at, step, past, own)
+        token = logits.argmax(-1)
+        drafts.append(token)
+        confidence.append(log_odds_and_lead(logits))
+    return torch.stack(drafts, dim=1), torch.stack(confidence, dim=1)
+
+
 def _visible(
     model: Llama,
     run: TargetRun,
@@ -117,7 +167,6 @@ def _visible(
         committed = run.prompt_len + int(at[row])
         caches.encode(row, committed)
         num_pages = committed // size
-        mass = _mass(run, caches, row, committed, MASS_QUERIES)
         state = RequestState("", committed, 0, [], SamplingParams(), 1, budget=budget)
         if view.num_queries:
             state.page_mass = _mass(run, caches, row, committed, view.num_queries)
@@ -127,6 +176,7 @@ def _visible(
             found[row].pages_read.append(1.0)
             found[row].mass.append(1.0)
             continue
+        mass = _mass(run, caches, row, committed, MASS_QUERIES)
         lists = seen.to(at.device).expand(shape.num_layers, shape.num_kv_heads, -1)
         read = torch.zeros((*mass.shape[:-1], num_pages), dtype=torch.bool, device=at.device)
         read.scatter_(-1, lists, True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from acceptance.confidence import log_odds_and_lead, read_digits, write_digits
 from acceptance.draft_weights import with_projection
 from acceptance.drafting import accepted_lengths, draft_cache, target_run, through_anchor
 from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
-from acceptance.rounds import DraftCaches, run_rounds
+from acceptance.rounds import DraftCaches, run_rounds, run_rounds_at_every_token
 from bench_views import make_view
 
 from sglang_kvspec.codecs import make_codec
@@ -71,6 +73,30 @@ def test_the_best_pages_have_more_mass_than_the_newest(model, run):
     )
     assert all(a >= b for a, b in zip(best, newest, strict=True))
     assert sum(best) > sum(newest)
+
+
+def test_rounds_at_every_token_hold_those_behind_rejections(model, run):
+    page_map = anchors(model)
+    behind = rounds_of(model, run, page_map, "all")
+    caches = DraftCaches(run, page_map, SIZE)
+    every = run_rounds_at_every_token(model, run, caches, DRAFT_LEN)
+    for some, whole in zip(behind, every, strict=True):
+        at = 0
+        for accepted in some.accepted:
+            assert whole.accepted[at] == accepted
+            at += accepted + 1
+        assert len(whole.accepted) == NEW_TOKENS - DRAFT_LEN + 1
+        assert {len(read_digits(each)) for each in whole.top + whole.lead} == {DRAFT_LEN}
+        assert not some.top
+
+
+def test_confidence_is_written_with_two_digits_a_draft():
+    logits = torch.tensor([[0.0, 0.0, -100.0], [10.0, 0.0, 0.0], [100.0, 0.0, 0.0]])
+    log_odds, lead = log_odds_and_lead(logits).unbind(-1)
+    assert log_odds.tolist() == pytest.approx([0, 10 - math.log(2), 100 - math.log(2)], abs=1e-5)
+    assert lead.tolist() == [0, 10, 100]
+    assert write_digits([-5, 0, 1, *log_odds.tolist()]) == "0024322498" + "99"
+    assert list(read_digits("002499")) == [0, 24, 99]
 
 
 def test_a_projection_for_drafts_leaves_the_embeddings(model):

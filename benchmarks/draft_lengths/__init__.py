@@ -1,0 +1,1 @@
+"""Simulation of rounds whose draft lengths follow different policies."""
