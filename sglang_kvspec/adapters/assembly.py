@@ -228,18 +228,20 @@ def _clock(
 ) -> RoundCostModel:
     page = parts.kv.plan.page_bytes
     both = page.residual if parts.config.target == "exact" else page.anchor + page.residual
-    step_s, row_per_token = CPU_STEP_S, None
+    step_s, target_step_s, row_per_token = CPU_STEP_S, 0.0, None
     if captured is not None:
-        step_s = captured.drafter.empty_step_s
+        step_s = captured.drafter.empty_draft_step_s
+        target_step_s = captured.drafter.empty_step_s
         # Anchors are read about as fast as weights.
         weights = sum(part.nbytes for part in parts.runner.model.parameters())
-        row_per_token = page.anchor / parts.kv.geometry.page_size * step_s / weights
+        row_per_token = page.anchor / parts.kv.geometry.page_size * target_step_s / weights
     return RoundCostModel(
         step_s,
         both / page.anchor,
         has_plain=has_plain,
         row_per_token=row_per_token,
         piggyback=piggyback,
+        target_step=target_step_s,
     )
 
 

@@ -98,15 +98,18 @@ class CudaGraphDrafter:
                 )
         # Graphs that made the newest plain steps.
         self._advancing = self._target
-        self.empty_step_s = self._short_target.time_empty_step()
+        self.empty_step_s = self.empty_draft_step_s = self._short_target.time_empty_step()
+        if self._drafts is not None:
+            self.empty_draft_step_s = self._drafts.time_empty_step()
         # The first message between devices sets up their link, which takes long.
         ranks.tensor(self._rows.drafts)
         logger.info(
             "KVSpec: captured steps for %d batch sizes up to %d; a step without context takes "
-            "%.2f ms",
+            "%.2f ms, one of drafts %.2f ms",
             len(self._target.batch_sizes),
             self._target.batch_sizes[-1],
             self.empty_step_s * 1e3,
+            self.empty_draft_step_s * 1e3,
         )
 
     def draft(self, batch: RoundBatch, lens: Sequence[int]) -> DraftedTokens | None:

@@ -92,11 +92,18 @@ def _of_budget(known: Mapping[float, Known], budget: float) -> Known:
 
 def _rate(probability: float, share: float, cost: RoundCost, num_requests: int) -> float:
     """Return a request's tokens by the seconds that a round takes for it, at the best length."""
-    step_s = cost.step / num_requests
+    step_s, target_s = cost.step / num_requests, cost.target / num_requests
     score_s = 0.0 if share == ALL_PAGES else SCORE_READS * cost.row
     return max(
         expected_tokens(probability, n)
-        / ((step_s + cost.token) * (n + 1) + cost.request + score_s + n * share * cost.row)
+        / (
+            step_s * n
+            + target_s
+            + cost.token * (n + 1)
+            + cost.request
+            + score_s
+            + n * share * cost.row
+        )
         for n in LENGTHS
     )
 

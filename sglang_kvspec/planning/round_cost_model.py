@@ -16,7 +16,7 @@ FAR = 100_000.0
 FAR_WEIGHT = 0.05
 # Rounds without drafts after which the cost of drafts is measured again.
 ROUNDS_BEFORE_RETRY = 64
-# Best time of a step without drafts, relative to a draft step that reads the same bytes. While such
+# Best time of a step without drafts, relative to what its reads should take. While such
 # steps are not tried, their estimate fades to that time, at this rate: a measurement at another
 # context, or a disturbed one, must not stop such steps for good.
 PLAIN_BEST, PLAIN_FADE = 0.7, 0.02
@@ -38,7 +38,8 @@ class RoundCostModel:
     falls if verifications turn out to read more bytes a second. has_plain: True if steps without
     drafts are not verifications, and observe_plain() is called for them. row_per_token: guess of
     the seconds that a token that is read adds to a draft step, used until more are read.
-    piggyback: True if requests piggyback drafts on verifications.
+    piggyback: True if requests piggyback drafts on verifications. target_step: seconds of a forward
+    of the target without context, where drafts read smaller weights; never less than a draft step.
     """
 
     def __init__(
@@ -49,15 +50,17 @@ class RoundCostModel:
         has_plain: bool = False,
         row_per_token: float | None = None,
         piggyback: bool = False,
+        target_step: float = 0.0,
     ) -> None:
         self._piggyback = piggyback
+        self._target_step = target_step
         # Seconds of a draft step, over the tokens that its rows read.
         self._draft = _FadingLine(step, row_per_token)
         self._most_reads = self._request_reads = request_reads
         self._token = _FadingRatio()
         self._enqueue: float | None = None
         self._between: float | None = None
-        # Time of a step without drafts, relative to a draft step that reads the same bytes.
+        # Time of a step without drafts, relative to what its reads should take.
         self._plain: float | None = 1.0 if has_plain else None
         self._rounds_without_drafts = 0
         # Seconds of a draft step, by the number of requests that drafted.
@@ -150,15 +153,24 @@ class RoundCostModel:
         step, per_token = self._draft.fit()
         row = per_token * (context if read is None else read)
         request = per_token * context * self._request_reads
-        costs = (step, row, request, self._token.value)
-        return RoundCost(*costs, self._plain, self.enqueue_s, self.between_s, self._piggyback)
+        return RoundCost(
+            step,
+            row,
+            request,
+            self._token.value,
+            plain=self._plain,
+            enqueue=self.enqueue_s,
+            between=self.between_s,
+            piggyback=self._piggyback,
+            target_step=self._target_step,
+        )
 
     def observe_plain(self, num_requests: int, context: float, step_s: float) -> None:
         """Learn from a step without drafts. context: mean tokens of a request."""
         self._rounds_without_drafts += 1
         self.plain_step_s = _mean(self.plain_step_s or None, step_s)
         cost = self.cost(context)
-        if known := cost.step + cost.request * num_requests:
+        if known := cost.target + cost.request * num_requests:
             self._plain = _mean(self._plain, step_s / known)
 
 

@@ -23,12 +23,14 @@ LEAST_S = 1e-9
 @dataclass(frozen=True, slots=True)
 class RoundCost:
     """Seconds of a round's parts. A draft step of b rows takes step + row * b. Verifying t tokens
-    of r requests takes step + request * r + token * t.
+    of r requests takes target + request * r + token * t.
 
-    plain: None where a step without drafts is such a verification; otherwise the step takes this
-    many times step + request * r. enqueue: least seconds of a round with a verification. between:
-    from the end of such a round to the first step of the next. piggyback: True if requests that do
-    not verify piggyback a draft on the verification.
+    target_step: seconds of a forward of the target without context; `target` is at least step.
+    Drafts may read smaller weights than the target. plain: None where a step without drafts is such
+    a verification; otherwise the step takes this many times target + request * r. enqueue: least
+    seconds of a round with a verification. between: from the end of such a round to the first step
+    of the next. piggyback: True if requests that do not verify piggyback a draft on the
+    verification.
     """
 
     step: float
@@ -39,20 +41,26 @@ class RoundCost:
     enqueue: float = 0.0
     between: float = 0.0
     piggyback: bool = False
+    target_step: float = 0.0
+
+    @property
+    def target(self) -> float:
+        """Seconds of a forward of the target without context and tokens."""
+        return max(self.step, self.target_step)
 
     def seconds(self, draft_lens: Sequence[int], num_verify: float | None = None) -> float:
         """Return the seconds of a round in which request i drafts draft_lens[i] tokens. num_verify:
         requests that verify, all unless given; together they verify as many drafts as were made."""
         drafted: float = sum(draft_lens)
         if not drafted and self.plain is not None:
-            return max(self.plain * (self.step + self.request * len(draft_lens)), LEAST_S)
+            return max(self.plain * (self.target + self.request * len(draft_lens)), LEAST_S)
         num_verify = len(draft_lens) if num_verify is None else num_verify
-        steps = max(draft_lens, default=0) + 1
+        steps = max(draft_lens, default=0)
         if self.piggyback:
             drafted += min(num_verify, 1.0) * (len(draft_lens) - num_verify)
         verified = drafted + num_verify
-        requests = self.request * num_verify
-        seconds = self.step * steps + self.row * drafted + requests + self.token * verified
+        verification = self.target + self.request * num_verify + self.token * verified
+        seconds = self.step * steps + self.row * drafted + verification
         return max(seconds, self.enqueue, LEAST_S) + self.between
 
 

@@ -179,7 +179,7 @@ class ImmediateSteps:
     """Stand-in for CudaGraphDrafter: the same calls and results, computed at once by eager
     forwards."""
 
-    empty_step_s = 1e-3
+    empty_step_s = empty_draft_step_s = 1e-3
 
     def __init__(self, parts: Any, sides: Sequence[LateSide]) -> None:
         from sglang_kvspec.engine.eager_drafter import EagerDrafter

@@ -25,9 +25,10 @@ class FakeGraphs:
 
     def __init__(self, forward, attention, rows, make_attention, **options):
         self.rows, self.batch_sizes, self.seen = rows, [4], []
+        self.weights = options.get("weights")
 
     def time_empty_step(self):
-        return 1e-3
+        return 1e-3 if self.weights is None else 0.4e-3
 
     def plan(self, rows):
         pass
@@ -71,7 +72,8 @@ def test_only_drafts_are_captured_with_copies_of_weights(make_drafter, monkeypat
             seen[make_attention] = options.get("weights")
 
     monkeypatch.setattr(cuda_graph_drafter, "StepGraphs", NotedGraphs)
-    make_drafter(weights="copies")
+    drafter = make_drafter(weights="copies")
+    assert (drafter.empty_step_s, drafter.empty_draft_step_s) == (1e-3, 0.4e-3)
     assert seen == {
         "make_draft_step": "copies",
         "make_target_step": None,

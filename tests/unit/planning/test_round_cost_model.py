@@ -17,12 +17,13 @@ CONTEXTS = (2048, 8192, 32768)
 SHAPES = ([0] * 16, [4] * 16, [16] * 16, [16] * 8 + [4] * 8, [32] + [0] * 15, [7])
 
 
-def true_cost(context):
-    return RoundCost(STEP_S, ROW_S * context, READS * ROW_S * context, TOKEN_S)
+def true_cost(context, step=STEP_S, target_step=0.0):
+    request = READS * ROW_S * context
+    return RoundCost(step, ROW_S * context, request, TOKEN_S, target_step=target_step)
 
 
-def play(clock, lens, context, slower=1.0):
-    cost = true_cost(context)
+def play(clock, lens, context, slower=1.0, cost=None):
+    cost = cost or true_cost(context)
     draft_s = cost.step * max(lens) + cost.row * sum(lens)
     verify_s = cost.seconds(lens) - draft_s
     clock.observe(lens, context, draft_s * slower, verify_s * slower)
@@ -52,6 +53,22 @@ def test_one_round_is_enough_where_the_step_was_measured():
     assert clock.has_measured
     assert worst_error(clock) < 1e-9
     assert clock.cost(4096).token == pytest.approx(TOKEN_S)
+
+
+@pytest.mark.parametrize("lens", [[1], [8]])
+def test_weights_that_only_the_target_reads_are_no_cost_of_tokens(lens):
+    """Or drafts with weights in 4 bits would look as if they did not pay."""
+    true = true_cost(4096, step=STEP_S / 2, target_step=STEP_S)
+    clock = RoundCostModel(STEP_S / 2, READS, has_plain=True, target_step=STEP_S)
+    for _ in range(5):
+        play(clock, lens, 4096, cost=true)
+    assert clock.cost(4096).token == pytest.approx(TOKEN_S)
+    for _ in range(80):
+        clock.observe_plain(1, 4096, true.target + true.request)
+    assert clock.cost(4096).plain == pytest.approx(1.0, rel=1e-3)
+    requests = [RoundRequest(0.95, 32)]
+    assert plan_round(requests, clock.cost(4096)) == plan_round(requests, true)
+    assert plan_round(requests, true)[0] > 4
 
 
 def test_rounds_at_whose_end_some_verify_teach_the_same():

@@ -168,6 +168,14 @@ def test_drafts_from_earlier_rounds_leave_less_room():
     assert plan_round([*[fresh] * 7, sure], cost)[-1] == 2
 
 
+def test_the_target_takes_longer_than_drafts_but_not_less():
+    cost = RoundCost(2.0, 0.5, 1.0, 0.25, plain=1.5, target_step=5.0)
+    assert cost.seconds([3, 1]) == 3 * 2.0 + 4 * 0.5 + 5.0 + 2 * 1.0 + 6 * 0.25
+    assert cost.seconds([0, 0]) == 1.5 * (5.0 + 2 * 1.0)
+    slow_drafts = RoundCost(9.0, 0.0, 0.0, 0.0, target_step=5.0)
+    assert slow_drafts.seconds([1]) == 9.0 + 9.0
+
+
 def test_an_empty_batch():
     cost = RoundCost(4.0, 0.3, 0.6, 0.02)
     assert plan_round([], cost) == []
