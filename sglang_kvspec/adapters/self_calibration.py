@@ -74,10 +74,11 @@ class GrowingTexts:
         for cache, part in zip(past, (k, v), strict=True):
             cache[:, :, self.num_past] = part
         keys, values = (cache[:, :, : self.num_past + 1] for cache in past)
-        out = F.scaled_dot_product_attention(
-            q[:, :, None], keys, values, scale=layer.scaling, enable_gqa=True
-        )
-        return out[:, :, 0]
+        # Not scaled_dot_product_attention(): on a GPU it may prepare a kernel for every new length,
+        # which took 50 ms each.
+        grouped = q.view(self._num_texts, k.shape[1], -1, k.shape[2])
+        scores = (grouped @ keys.transpose(2, 3)).float() * layer.scaling
+        return (scores.softmax(-1).to(v.dtype) @ values).reshape(q.shape)
 
 
 def attend_to_whole_text(
