@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from acceptance.draft_weights import with_weights
 from safetensors.torch import load_file
 from two_parts.parts import MOST_SMALL, decode, decode_first, encode
 
@@ -105,3 +107,12 @@ def test_rows_that_do_not_fit_are_refused():
     weight[1, 0] = 1.0
     with pytest.raises(ValueError, match="values below 16 binades"):
         encode(weight)
+
+
+def test_drafts_of_a_model_read_first_parts():
+    weight = random_bits(8, 64, 100, 115).float()
+    model = SimpleNamespace(weights={"q_proj.weight": weight, "norm.weight": weight})
+    drafter = with_weights(model, "first_part", None)
+    assert drafter.weights["norm.weight"] is weight
+    assert torch.equal(drafter.weights["q_proj.weight"], decode_first(encode(weight.bfloat16())))
+    assert model.weights["q_proj.weight"] is weight
