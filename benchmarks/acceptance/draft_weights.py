@@ -6,6 +6,7 @@ import argparse
 import copy
 
 import torch
+from two_parts.parts import decode_first, encode
 
 from acceptance.input_moments import InputMoments
 from acceptance.model import PROJECTION, Llama
@@ -18,7 +19,8 @@ ENCODERS = {
     "half_quadratic": int4_weights.half_quadratic,
 }
 # How weights are rounded. Compensated ones know inputs of code, or of text that the model writes.
-KINDS = ("target", "nearest", "half_quadratic", "compensated", "own_text")
+# first_part: 8 of the 12 bits of weights in two parts, not rounded to 4 bits.
+KINDS = ("target", "nearest", "half_quadratic", "compensated", "own_text", "first_part")
 # How the vocabulary projection is rounded. int8: to 8 bits, with one scale a row.
 PROJECTIONS = ("nearest", "compensated", "own_text", "int8")
 # Prompts of another seed, whose inputs compensated rounding sees.
@@ -35,6 +37,8 @@ def with_weights(model: Llama, kind: str, args: argparse.Namespace) -> Llama:
         moments = input_moments(model, args, own_text=kind == "own_text")
 
     def rounded(weight: torch.Tensor) -> torch.Tensor:
+        if kind == "first_part":
+            return decode_first(encode(weight.bfloat16()))
         if moments:
             return int4_weights.decode(int4_weights.compensated(weight, moments[id(weight)]))
         return int4_weights.decode(ENCODERS[kind](weight))
