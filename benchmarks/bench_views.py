@@ -7,7 +7,7 @@ every request in order, which bench_serving.py can replay.
 usage: python benchmarks/bench_views.py [MODEL] [--length 16384] [--prompts 60] [--out PATH]
 
 --weights: weights that drafts read, and nothing else. own_text: in 4 bits, as a server with
---kvspec-draft-weights int4 has them.
+--kvspec-draft-weights int4 has them, the vocabulary projection included.
 
 --at-every-token: begin a round at every token, and record how sure drafts were. From these rounds
 bench_draft_lengths.py can put together those of any draft lengths.
@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 from acceptance import report
-from acceptance.draft_weights import KINDS, with_weights
+from acceptance.draft_weights import KINDS, rounded_projection, with_projection, with_weights
 from acceptance.drafting import TargetRun, target_run, through_anchor
 from acceptance.model import Llama
 from acceptance.prompts import TEXTS, cut_prompts
@@ -132,6 +132,8 @@ def measure(
     recall: list[dict[str, float]] = []
     batches = prompts.split(args.batch)
     drafter = with_weights(model, args.weights, args)
+    if args.weights == "own_text":
+        drafter = with_projection(drafter, rounded_projection(model, "nearest", args))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn()) as progress:
         task = progress.add_task("target run", total=len(batches) * (len(args.views) + 1))

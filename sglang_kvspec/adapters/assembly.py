@@ -10,6 +10,7 @@ import torch
 
 from sglang_kvspec.adapters.allocation_warm_up import warm_up_allocation
 from sglang_kvspec.adapters.arrivals import ServerArrivals
+from sglang_kvspec.adapters.captured_wide_steps import CapturedWideSteps
 from sglang_kvspec.adapters.corrupt_pages import CorruptPageGuard
 from sglang_kvspec.adapters.cuda_graph_drafter import PLAIN_STEPS, CudaGraphDrafter
 from sglang_kvspec.adapters.draft_view import make_budgets, make_scorer, make_view
@@ -19,6 +20,7 @@ from sglang_kvspec.adapters.page_table import PageTable
 from sglang_kvspec.adapters.ragged_forward import RaggedForward
 from sglang_kvspec.adapters.transfer.disaggregation_role import DisaggregationRole
 from sglang_kvspec.adapters.verify_graphs import VerifyGraphs, sizes_of
+from sglang_kvspec.adapters.wide_graphs import MOST_TOKENS
 from sglang_kvspec.core.config import AUTO_SCHEDULE, KVSpecConfig
 from sglang_kvspec.core.seams import DRAFTERS, VERIFY_SCHEDULERS
 from sglang_kvspec.engine.checked_drafter import CheckedDrafter
@@ -26,6 +28,7 @@ from sglang_kvspec.engine.checked_scheduler import CheckedScheduler
 from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.eager_verify import EagerVerify
+from sglang_kvspec.engine.eager_wide_steps import EagerWideSteps
 from sglang_kvspec.engine.loop import RoundLoop
 from sglang_kvspec.engine.ngram_drafter import NgramDrafter
 from sglang_kvspec.engine.observer import RoundObserver
@@ -36,6 +39,7 @@ from sglang_kvspec.engine.ports import (
     ModelForward,
     SchedulerParts,
     VerifyScheduler,
+    WideSteps,
 )
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.starter import RoundStarter
@@ -261,7 +265,10 @@ def _capture(
         # A prefill server makes no steps.
         return None
     sizes = sizes_of(runner, attention, longest, most_piggyback) if longest else ()
+    is_wide = parts.config.drafter == "ngram" and longest > 0
     tokens = [most_piggyback + size.num_tokens for size in sizes]
+    if is_wide:
+        tokens.append(MOST_TOKENS)
     forward = ForwardCapture(runner, max([runner.max_running_requests, *tokens]))
     drafter = CudaGraphDrafter(
         runner,
@@ -274,6 +281,7 @@ def _capture(
         parts.view,
         chosen,
         parts.draft_weights,
+        is_wide=is_wide,
     )
     verify = None
     if sizes:
@@ -289,23 +297,31 @@ def _draft_forward(parts: WorkerParts) -> ModelForward:
     return parts.forward if weights is None else DraftForward(parts.forward, weights)
 
 
-def _drafter(parts: WorkerParts, own: Drafter) -> Drafter:
+def _drafter(parts: WorkerParts, own: EagerDrafter | CudaGraphDrafter) -> Drafter:
     """Return the drafter that --kvspec-drafter names. own: drafts of the model, one a step."""
     name = parts.config.drafter
     if name == "self":
         return own
     if name == "ngram":
-        return NgramDrafter(
-            _draft_forward(parts),
-            parts.sampler,
-            parts.ranks,
-            parts.kv.geometry.page_size,
-            parts.counters.drafts,
-            parts.view,
-            SharedNgrams() if parts.config.ngram_shared else None,
-        )
+        return _ngram_drafter(parts, own)
     vocab_size = int(parts.runner.model_config.vocab_size)
     return CheckedDrafter(name, DRAFTERS.load(name)(parts.config, vocab_size), vocab_size)
+
+
+def _ngram_drafter(parts: WorkerParts, own: EagerDrafter | CudaGraphDrafter) -> Drafter:
+    steps: WideSteps
+    ordinary = None
+    if isinstance(own, CudaGraphDrafter):
+        if own.wide is None:
+            # The server does not draft.
+            return own
+        steps, ordinary = CapturedWideSteps(own, own.wide), own
+    else:
+        page_size = parts.kv.geometry.page_size
+        steps = EagerWideSteps(_draft_forward(parts), page_size, parts.view)
+    shared = SharedNgrams() if parts.config.ngram_shared else None
+    given = (parts.sampler, parts.ranks, parts.counters.drafts, shared)
+    return NgramDrafter(steps, *given, ordinary)
 
 
 def _scheduler_parts(

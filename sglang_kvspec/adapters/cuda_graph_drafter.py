@@ -14,6 +14,7 @@ from sglang_kvspec.adapters.draft_operators import draft_operators
 from sglang_kvspec.adapters.draft_weights import DraftWeights
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
 from sglang_kvspec.adapters.step_graphs import StepGraphs
+from sglang_kvspec.adapters.wide_graphs import WideGraphs
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.device_attention import DeviceAttention
@@ -60,10 +61,13 @@ class CudaGraphDrafter:
         view: DraftView | None = None,
         chosen: DevicePages | None = None,
         weights: DraftWeights | None = None,
+        *,
+        is_wide: bool = False,
     ) -> None:
         """view: selects the pages that drafts read; None for all pages. chosen: selects them on the
         device instead, for a MassView. weights: copies that drafts multiply with; None for the
-        model's own weights, which plain steps always use."""
+        model's own weights, which plain steps always use. is_wide: also capture `wide`, draft steps
+        of several tokens of a request."""
         size = kv.geometry.page_size
         self._kv = kv
         self._sampler = sampler
@@ -86,6 +90,7 @@ class CudaGraphDrafter:
         if attention.short_steps_differ:
             self._short_target = capture(attention.make_short_target_step)
         self._drafts: StepGraphs | None = None
+        self.wide: WideGraphs | None = None
         if max_draft_len:
             # Drafts may round differently. But ranks whose collectives meet need equal graphs.
             is_alone = ranks.size == 1
@@ -96,6 +101,8 @@ class CudaGraphDrafter:
                 self._drafts = capture(
                     attention.make_draft_step, may_use_other_blas=is_alone, weights=weights
                 )
+                if is_wide:
+                    self.wide = WideGraphs(forward, attention, self._rows, max_draft_len, weights)
         # Graphs that made the newest plain steps.
         self._advancing = self._target
         self.empty_step_s = self.empty_draft_step_s = self._short_target.time_empty_step()
@@ -115,13 +122,9 @@ class CudaGraphDrafter:
     def draft(self, batch: RoundBatch, lens: Sequence[int]) -> DraftedTokens | None:
         """Make lens[i] drafts for request i. Append them to its state, or return them if only the
         device knows them."""
-        states, pages = batch.states, batch.pages
+        states = batch.states
         assert self._drafts is not None, "the server was started without drafting"
-        order = _longest_first(lens)
-        for i in order:
-            open_for_drafts(self._kv, states[i].next_position, pages[i], lens[i])
-        # Rows begin behind the drafts of earlier rounds, whose KV is in the window.
-        self._load([self._draft_row(states[i], pages[i], lens[i]) for i in order])
+        order = list(self.load_drafts(batch, lens))
         if all(states[i].is_greedy for i in order):
             for step in range(max(lens)):
                 self._drafts.replay(sum(lens[i] > step for i in order))
@@ -135,6 +138,18 @@ class CudaGraphDrafter:
             broadcast_drafts(self._ranks, [states[i] for i in going])
             self._rows.override([states[i].last_token for i in going])
         return None
+
+    def load_drafts(self, batch: RoundBatch, lens: Sequence[int]) -> dict[int, DraftRow]:
+        """Open pages for lens[i] drafts of request i, and set the rows of draft steps. Return the
+        rows by request, in order."""
+        states, pages = batch.states, batch.pages
+        order = _longest_first(lens)
+        for i in order:
+            open_for_drafts(self._kv, states[i].next_position, pages[i], lens[i])
+        # Rows begin behind the drafts of earlier rounds, whose KV is in the window.
+        rows = {i: self._draft_row(states[i], pages[i], lens[i]) for i in order}
+        self._load(list(rows.values()))
+        return rows
 
     def _draft_row(self, state: RequestState, pages: torch.Tensor, num_drafts: int) -> DraftRow:
         position, seen, counts = state.next_position, None, None

@@ -100,12 +100,8 @@ class StepGraphs:
         attended.plan([])
         self._steps[batch] = attended
         self._attention.begin_steps(self._rows, attended)
-        weights = self._weights
-        copies: AbstractContextManager[None] = nullcontext()
-        if weights is not None and batch <= weights.most_rows:
-            copies = weights.in_force()
         try:
-            with copies:
+            with weights_for(self._weights, batch):
                 graph = self._forward.capture(self._rows, batch, stream, WARM_UPS)
                 if self._may_use_other_blas:
                     with _other_blas():
@@ -114,6 +110,14 @@ class StepGraphs:
         finally:
             self._attention.end_captured()
         self._graphs[batch] = graph
+
+
+def weights_for(weights: DraftWeights | None, num_tokens: int) -> AbstractContextManager[None]:
+    """Return the context in which a draft step of num_tokens is captured: with the copies of
+    weights, if there are any for so many rows."""
+    if weights is not None and num_tokens <= weights.most_rows:
+        return weights.in_force()
+    return nullcontext()
 
 
 @contextmanager

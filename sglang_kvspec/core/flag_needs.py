@@ -93,10 +93,6 @@ def drafts_by_itself(config: Settings) -> bool:
     return config.drafter in MODEL_DRAFTERS
 
 
-def drafts_without_ngrams(config: Settings, server: Server) -> bool:
-    return bool(config.drafter != "ngram")
-
-
 def drafts_with_ngrams(config: Settings) -> bool:
     return bool(config.drafter == "ngram")
 

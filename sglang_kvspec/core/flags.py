@@ -32,7 +32,6 @@ from sglang_kvspec.core.flag_needs import (
     drafts_by_itself,
     drafts_in_rounds,
     drafts_with_ngrams,
-    drafts_without_ngrams,
     fits_host,
     fits_prefix_host,
     has_default_pages,
@@ -205,15 +204,6 @@ FLAGS: tuple[Flag, ...] = (
                 has_view_of_its_drafts,
                 "{flag} {value} cannot be combined with --kvspec-draft-view {config.draft_view} "
                 "(allowed: auto, all): a draft view applies to drafts of the model itself only",
-            ),
-        ),
-        server_needs=(
-            ServerNeed(
-                drafts_without_ngrams,
-                "{flag} {value} needs a CPU server so far (allowed on a GPU: self): captured draft "
-                "steps run one token of each request",
-                note="`ngram` needs a CPU server so far",
-                only_on_gpu=True,
             ),
         ),
     ),

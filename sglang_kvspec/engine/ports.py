@@ -69,6 +69,33 @@ class Drafter(Protocol):
         """
 
 
+class WideLogits(NamedTuple):
+    """Logits of a draft step with several tokens of a request. logits: [any, vocab]; the next
+    forward may overwrite them. top1: most likely token of each row of `logits`. firsts: row of each
+    request's last token; the rows of its proposed tokens follow."""
+
+    logits: torch.Tensor
+    top1: Sequence[int]
+    firsts: Mapping[int, int]
+
+
+class WideSteps(Protocol):
+    """Draft steps over a request's last token and proposed tokens, of which the CPU waits for each
+    one."""
+
+    def begin(self, batch: RoundBatch, lens: Sequence[int]) -> None:
+        """Prepare steps that make lens[i] drafts for request i, behind the drafts that it has. Any
+        other forward ends these steps."""
+
+    def most_proposed(self, state: RequestState, num_requests: int) -> int:
+        """Return how many tokens can be proposed to a request in a step, where begin() is given
+        drafts of num_requests requests."""
+
+    def run(self, batch: RoundBatch, proposed: Mapping[int, Sequence[int]]) -> WideLogits:
+        """Run the last token and the proposed tokens of each request in `proposed`, and write their
+        KV."""
+
+
 class PromptReader(Protocol):
     """Forward that lets a request draft before the last tokens of its prompt have KV."""
 

@@ -13,6 +13,9 @@ MOST_PROPOSED = 16
 # Cost of one more token in a draft step, relative to a step of one token: on a CPU 0.05 for a model
 # of 5M parameters and 0.11 for one of 31M (docs/benchmarks/log.md).
 ROW_COST = 0.1
+# Cost of a draft step whose tokens the CPU reads before the next one, relative to a step that it
+# does not wait for. An estimate: the device waits while the CPU reads, proposes and sends tokens.
+WAITED_STEP = 1.3
 # Kept and rejected proposals that a request is assumed to have had, for each length of a match.
 PRIOR = (1.0, 1.0)
 # Tokens of outputs that all requests share: 42 MB at most.
@@ -33,6 +36,14 @@ def proposal_len(probability: float, most: int) -> int:
     return max(range(most + 1), key=rate)
 
 
+def saves_time(lens: Sequence[int], expected: Sequence[float], cost: float) -> bool:
+    """Return True if steps with proposals make drafts sooner than steps of one draft each. Requests
+    draft together, so that the one with the most steps decides. lens: drafts to make. expected:
+    drafts of a step with proposals. cost: of a step with proposals, relative to one without."""
+    steps = max(n / gain for n, gain in zip(lens, expected, strict=True))
+    return cost * steps < max(lens)
+
+
 class SharedNgrams:
     """Recent outputs of a server, of all its requests."""
 
@@ -48,10 +59,11 @@ class SharedNgrams:
 class Proposal:
     """Tokens that may follow a request's drafts. source: of the match that they come from, which
     estimates of success are kept by: True if recent outputs had it, and its length. None where
-    nothing matched."""
+    nothing matched. expected: drafts of the step that the tokens are proposed to."""
 
     tokens: list[int] = field(default_factory=list)
     source: tuple[bool, int] | None = None
+    expected: float = 1.0
 
 
 class RequestNgrams:
@@ -87,8 +99,10 @@ class RequestNgrams:
         if match is None:
             return Proposal()
         source = (index is not self._index, match.length)
-        most = proposal_len(self._estimate(source).probability, min(most, MOST_PROPOSED))
-        return Proposal(index.following(match, behind, most), source)
+        probability = self._estimate(source).probability
+        most = proposal_len(probability, min(most, MOST_PROPOSED))
+        tokens = index.following(match, behind, most)
+        return Proposal(tokens, source, expected_tokens(probability, len(tokens)))
 
     def observe(self, proposal: Proposal, num_kept: int) -> None:
         """Learn from a draft step that kept the first num_kept proposals. A match from which

@@ -15,6 +15,7 @@ from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.step_attention import StepAttention
 from sglang_kvspec.runtime.target_attention import CapturedTarget
 from sglang_kvspec.runtime.verify_rows import VerifyRows
+from sglang_kvspec.runtime.wide_rows import WideRows
 
 
 class CapturedLayers(Protocol):
@@ -28,15 +29,23 @@ class CapturedLayers(Protocol):
 
 
 class StepLayers:
-    """Layers of a step: one token of each of the first rows of a DraftRows."""
+    """Layers of a step: one token of each of the first rows of a DraftRows, or num_rows tokens of
+    each of the first requests of a WideRows."""
 
-    def __init__(self, kv: GpuKVCache, rows: DraftRows, attention: StepAttention) -> None:
+    def __init__(
+        self,
+        kv: GpuKVCache,
+        rows: DraftRows | WideRows,
+        attention: StepAttention,
+        num_rows: int = 1,
+    ) -> None:
         self._kv, self._rows, self._attention = kv, rows, attention
+        self._num_rows = num_rows
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        rows, batch = self._rows, len(q)
+        rows, batch = self._rows, len(q) // self._num_rows
         window = _store(self._kv, layer, rows, k, v)
         index = (rows.tail_indptr[: batch + 1], rows.tail_slots, rows.tail_lens[:batch])
         return self._attention.run(layer, q, Tail(*window, *index))
@@ -102,7 +111,11 @@ class PiggybackLayers:
 
 
 def _store(
-    kv: GpuKVCache, layer: int, rows: DraftRows | VerifyRows, k: torch.Tensor, v: torch.Tensor
+    kv: GpuKVCache,
+    layer: int,
+    rows: DraftRows | WideRows | VerifyRows,
+    k: torch.Tensor,
+    v: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the tokens' KV to its places in the layer's window. Returns the window's K and V."""
     num_tokens = len(k)

@@ -29,6 +29,7 @@ from sglang_kvspec.runtime.target_attention import (
     TargetVerifications,
 )
 from sglang_kvspec.runtime.verify_rows import VerifyRows
+from sglang_kvspec.runtime.wide_rows import WideRows
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -181,9 +182,10 @@ class DeviceAttention:
 
     # Steps
 
-    def make_draft_step(self, rows: DraftRows, batch: int) -> StepAttention:
-        """Make the drafting attention of the first `batch` rows, with a workspace of its own."""
-        return AnchorStep(self.kv, self._num_qo_heads, rows, batch)
+    def make_draft_step(self, rows: DraftRows, batch: int, num_rows: int = 1) -> StepAttention:
+        """Make the drafting attention of the first `batch` rows, with a workspace of its own.
+        num_rows: tokens of each row."""
+        return AnchorStep(self.kv, self._num_qo_heads, rows, batch, num_rows=num_rows)
 
     def make_target_step(self, rows: DraftRows, batch: int) -> StepAttention:
         """Make the attention of a step of the first `batch` rows at the target precision."""
@@ -200,6 +202,10 @@ class DeviceAttention:
 
     def begin_steps(self, rows: DraftRows, step: StepAttention) -> None:
         self._captured = StepLayers(self.kv, rows, step)
+
+    def begin_wide_steps(self, rows: WideRows, step: StepAttention, num_rows: int) -> None:
+        """Begin draft steps of num_rows tokens of each request."""
+        self._captured = StepLayers(self.kv, rows, step, num_rows)
 
     # Captured verifications
 

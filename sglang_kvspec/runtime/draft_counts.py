@@ -35,6 +35,10 @@ class DraftCounts:
         self.proposed += num_proposed
         self.kept += num_kept
 
+    def observe_ordinary(self, num_steps: int) -> None:
+        """Count draft steps of one request to which nothing was proposed, a draft each."""
+        self.steps += num_steps
+
     def observe(
         self,
         num_drafts: int,

@@ -18,14 +18,15 @@ from sglang_kvspec.runtime.record_attention import heads_of
 
 
 class StepAttention(Protocol):
-    """Attention of the first `batch` rows of a DraftRows, one query token each."""
+    """Attention of the first `batch` rows of a DraftRows, one or a few query tokens each."""
 
     def plan(self, rows: Sequence[DraftRow]) -> None:
         """Prepare the replays of a round over these rows, at most `batch`. A graph does not hold
         this call."""
 
     def run(self, layer: int, q: torch.Tensor, tail: Tail) -> torch.Tensor:
-        """Attend from q [batch, num_qo_heads, head_dim] to the past and to `tail`.
+        """Attend from q [batch * num_rows, num_qo_heads, head_dim] to the past and to `tail`.
+        num_rows: query tokens of each row, the tail's last tokens.
 
         Returns a tensor like q. A graph holds this call: memory that outlives the graph is not
         allocated, and the device is not waited for.
@@ -36,10 +37,17 @@ class AnchorStep:
     """StepAttention of drafts, which reads past pages from their anchors."""
 
     def __init__(
-        self, kv: GpuKVCache, num_qo_heads: int, rows: DraftRows, batch: int, *, past: bool = True
+        self,
+        kv: GpuKVCache,
+        num_qo_heads: int,
+        rows: DraftRows,
+        batch: int,
+        *,
+        past: bool = True,
+        num_rows: int = 1,
     ) -> None:
-        """past: False attends to the tail only. Layers share one plan, or have a plan each over
-        rows.head_pages."""
+        """past: False attends to the tail only. num_rows: query tokens of each row. Layers share
+        one plan, or have a plan each over rows.head_pages."""
         self._kv = kv
         heads = heads_of(kv, num_qo_heads)
         common: dict[str, Any] = {
@@ -56,6 +64,7 @@ class AnchorStep:
             page_size=heads[3],
             device=kv.device,
             backend=backend,
+            max_qo_len=num_rows,
             has_lists_by_head=head_pages is not None,
             **common,
         )
@@ -70,6 +79,7 @@ class AnchorStep:
                 pages,
                 rows.past_last[:batch],
                 *heads,
+                num_rows=num_rows,
                 **common,
             )
             return attention

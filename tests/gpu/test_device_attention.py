@@ -26,6 +26,7 @@ from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.wide_rows import WideRow, WideRows
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 8, 2, 128, 64
 NUM_PAGES, RECENT, MAX_STEPS = 100, 1, 8
@@ -293,6 +294,133 @@ def test_draft_steps_read_the_pages_of_the_largest_mass(codec: str) -> None:
         num_read[name] = rows[-1].num_listed
     assert num_read == {"b": 6, "a": 4, "c": 0}
     steps.run(rows, RowKind.DRAFT, lens, seen)
+
+
+class WideSteps:
+    """Captured steps of num_rows tokens of up to four requests, on a pair's device."""
+
+    def __init__(self, pair: Pair, num_rows: int, chosen: DevicePages | None = None) -> None:
+        self.pair, self.num_rows, self.chosen = pair, num_rows, chosen
+        by_mass = chosen is not None
+        lists = (LAYERS, KV_HEADS) if by_mass else None
+        sizes = (4, MAX_STEPS, NUM_PAGES, PAGE, pair.device.kv.device)
+        self.drafts = DraftRows(*sizes, lists=lists, by_mass=by_mass)
+        self.rows = WideRows(self.drafts, 4 * num_rows)
+        self.attention = pair.device.make_draft_step(self.drafts, 4, num_rows)
+        self.inputs = [
+            torch.empty(LAYERS, 4 * num_rows, n, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+            for n in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+        self.outs = torch.empty_like(self.inputs[0])
+        pair.device.begin_wide_steps(self.rows, self.attention, num_rows)
+        self.rows.clear()
+        self._step()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+        pair.device.end_captured()
+
+    def _step(self) -> None:
+        num_tokens = 4 * self.num_rows
+        self.rows.begin_step(num_tokens)
+        for layer in range(LAYERS):
+            q, k, v = (part[layer] for part in self.inputs)
+            self.outs[layer] = self.pair.device.forward(layer, q, k, v, SCALE)
+        self.rows.end_step(torch.zeros(num_tokens, 10, device="cuda"))
+
+    def load(self, rows: list[DraftRow]) -> None:
+        self.drafts.load(rows)
+        if self.chosen is not None:
+            self.chosen.select(self.drafts)
+
+    def replay(self, rows: list[WideRow]) -> list[range]:
+        """Run a step over drawn values. Return the places of each request's tokens."""
+        for place, part in zip(
+            self.inputs, self.pair.draw(4 * self.num_rows * LAYERS), strict=True
+        ):
+            place.copy_(part.unflatten(0, (LAYERS, 4 * self.num_rows)))
+        self.rows.load(rows, self.num_rows)
+        self.graph.replay()
+        ends = [self.num_rows * (b + 1) for b in range(len(rows))]
+        return [range(end - len(row.tokens), end) for end, row in zip(ends, rows, strict=True)]
+
+
+@CODECS
+@pytest.mark.parametrize("num_rows", [4, 16])
+def test_wide_steps_in_a_graph(codec: str, num_rows: int) -> None:
+    """Compare steps with several tokens of a request with draft rows of the reference. The second
+    step overwrites tokens that the first one wrote in vain."""
+    pair = Pair(codec, "int8")
+    pair.prefill(a=190, b=500, c=3)
+    wide = WideSteps(pair, num_rows)
+    kv = pair.device.kv
+    # a crosses into the next page.
+    lens = {"b": 5, "a": 6, "c": 3}
+    ids = {name: pair.page_ids(name, pair.committed[name] + n + 1) for name, n in lens.items()}
+    rows = {name: draft_row(kv, 0, pair.committed[name], ids[name], n) for name, n in lens.items()}
+    wide.load(list(rows.values()))
+    # Of each request, the tokens that have KV, and how many follow.
+    for step in ({"b": (0, 2), "a": (0, 4), "c": (0, 3)}, {"b": (2, 1), "a": (1, 4), "c": (3, 0)}):
+        taken = [WideRow(rows[name], done, [7] * n) for name, (done, n) in step.items()]
+        index = [at for places in wide.replay(taken) for at in places]
+        plan = ForwardPlan(
+            tuple(
+                Row(
+                    RowKind.DRAFT,
+                    pair.committed[name] + done,
+                    n,
+                    ids[name],
+                    proposed=(7,) * (n - 1),
+                )
+                for name, (done, n) in step.items()
+                if n
+            )
+        )
+        with pair.reference.planned(plan):
+            for layer in range(LAYERS):
+                q, k, v = (part[layer, index].cpu() for part in wide.inputs)
+                want = pair.reference.forward(layer, q, k, v, SCALE)
+                assert_close(wide.outs[layer, index], want)
+
+
+@CODECS
+@pytest.mark.parametrize("num_rows", [4, 16])
+@pytest.mark.parametrize("by_mass", [False, True], ids=["all", "pages"])
+def test_a_wide_step_attends_as_steps_of_one_token(
+    codec: str, num_rows: int, by_mass: bool
+) -> None:
+    pair = Pair(codec, "int8")
+    scored = Scored(pair) if by_mass else None
+    pair.prefill(a=1190, b=2500, c=3)
+    if scored is not None:
+        scored.score("a", "b", "c")
+    chosen = None if scored is None else scored.chosen
+    kv, count = pair.device.kv, min(num_rows, MAX_STEPS)
+    rows = []
+    for name in ("b", "a", "c"):
+        start = pair.committed[name]
+        ids = pair.page_ids(name, start + count + 1)
+        selected = {}
+        if scored is not None:
+            state = scored.states[name]
+            counts = scored.chosen.counts(state, start // PAGE)
+            selected = {"counts": counts, "slot": state.slot}
+        rows.append(draft_row(kv, 0, start, ids, count, **selected))
+    wide = WideSteps(pair, num_rows, chosen)
+    wide.load(rows)
+    places = wide.replay([WideRow(row, 0, [7] * count) for row in rows])
+    steps = Steps(pair, "make_draft_step", chosen)
+    steps.rows.load(rows)
+    if chosen is not None:
+        chosen.select(steps.rows)
+    for token in range(count):
+        index = [each[token] for each in places]
+        for place, part in zip(steps.inputs, wide.inputs, strict=True):
+            place.zero_()
+            place[:, : len(rows)] = part[:, index]
+        steps.graph.replay()
+        for layer in range(LAYERS):
+            assert_close(wide.outs[layer, index], steps.outs[layer, : len(rows)].cpu())
 
 
 @CODECS

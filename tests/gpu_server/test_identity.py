@@ -11,7 +11,8 @@ from live_server import Answers, LiveServer
 Same = Callable[..., None]
 
 lossless = pytest.mark.servers(
-    "exact", "pages", "int4 weights", "log4", "small chunks", "crowded", "hosted"
+    *("exact", "pages", "int4 weights", "ngram", "ngram int4", "log4", "small chunks", "crowded"),
+    "hosted",
 )
 
 
@@ -104,6 +105,34 @@ def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list
     assert reads["share"] < 0.5
     assert reads["share"] < reads["mass"] < 1, "the pages with the most mass are read"
     assert reads["selection_ms"] > 0
+
+
+@pytest.mark.servers("ngram", "ngram int4")
+def test_proposals_become_drafts(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
+) -> None:
+    """Answers of a small model soon repeat themselves."""
+    before = server.report()["ngram"]
+    same(server.ask(prompts, new_tokens, at_once=False), expected)
+    after = server.report()["ngram"]
+    assert 0 < after["kept"] - before["kept"] <= after["proposed"] - before["proposed"]
+    assert after["tokens_per_step"] > 1
+
+
+@pytest.mark.servers("ngram")
+def test_sampled_proposals_leave_seeded_answers_as_they_are(
+    server: LiveServer, fleet: Fleet, prompts: list[list[int]], new_tokens: int, same: Same
+) -> None:
+    params = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": new_tokens, "ignore_eos": True}
+    bodies = [
+        {"input_ids": prompt, "sampling_params": {**params, "sampling_seed": place}}
+        for place, prompt in enumerate(prompts[:4])
+    ]
+    wanted, found = (
+        [list(answer["output_ids"]) for answer in each.send(bodies)]
+        for each in (fleet["off"], server)
+    )
+    same(found, wanted)
 
 
 @pytest.mark.servers("int4 weights")

@@ -49,6 +49,20 @@ def test_same_as_without_drafts(
     assert server.report()["ranks"] == 2
 
 
+@pytest.mark.servers("ranks ngram")
+@pytest.mark.parametrize("at_once", [False, True], ids=["one at a time", "at once"])
+def test_same_with_proposals_of_ngrams(
+    fleet: Fleet,
+    at_once: bool,
+    prompts: list[list[int]],
+    new_tokens: int,
+    expected_of_ranks: Answers,
+) -> None:
+    server = fleet["ranks ngram"]
+    assert server.ask(prompts, new_tokens, at_once=at_once) == expected_of_ranks
+    assert server.report()["ngram"]["kept"] > 0
+
+
 def test_a_seed_gives_the_same_text(
     fleet: Fleet, prompts: list[list[int]], new_tokens: int
 ) -> None:

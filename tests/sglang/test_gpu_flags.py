@@ -110,7 +110,6 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
             "--prefill-max-requests 2 .*--kvspec-host-gb",
         ),
         ({"target": "int8"}, {"page_size": 128}, (9, 0), "--page-size 128"),
-        ({"drafter": "ngram"}, {}, (9, 0), "--kvspec-drafter ngram needs a CPU server so far"),
         (
             {"target": "int8", "target_attention": "int8"},
             DETERMINISTIC,

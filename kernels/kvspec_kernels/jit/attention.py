@@ -75,6 +75,7 @@ def attention_kernel(
     HEAD_DIM: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     K_CHUNK: tl.constexpr,
     V_CHUNK: tl.constexpr,
     K_CODES: tl.constexpr,
@@ -99,7 +100,7 @@ def attention_kernel(
     partial_lse.
 
     Pointers to the tail are None if there is no tail. qo_indptr_ptr is None if every request has
-    one query token. LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
+    ROWS query tokens. LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
     DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields.
     """
     pid_item = tl.program_id(0)
@@ -120,8 +121,8 @@ def attention_kernel(
     )
     if request >= batch_size:
         return
-    q_begin = request
-    q_len = 1
+    q_begin = request * ROWS
+    q_len = ROWS
     if qo_indptr_ptr is not None:
         q_begin = tl.load(qo_indptr_ptr + request)
         q_len = tl.load(qo_indptr_ptr + request + 1) - q_begin
@@ -270,6 +271,7 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -285,8 +287,8 @@ def merge_kernel(
     pid_head = tl.program_id(1)
     requests = tl.arange(0, BLOCK_B)
 
-    request = token
-    q_begin = token
+    request = token // ROWS if qo_indptr_ptr is None else token
+    q_begin = request * ROWS
     if qo_indptr_ptr is not None:
         mask_b = requests < batch_size
         q_ends = tl.load(qo_indptr_ptr + 1 + requests, mask=mask_b, other=0x7FFFFFFF)

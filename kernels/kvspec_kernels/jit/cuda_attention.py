@@ -26,6 +26,10 @@ HEAD_DIMS = (64, 96, 128, 256)
 PARTS_AT_ONCE = 8
 MOST_JOIN_WARPS = 8
 MAX_GROUP = 16
+# Registers of a thread, those for all but what grows with the query rows, and query rows of a
+# column tile.
+MOST_REGISTERS, OTHER_REGISTERS = 255, 80
+TILE_ROWS: dict[Arithmetic, int] = {"fp16": 8, "int8": 4}
 # Query channels, over all heads, that a lane holds while its warp attends to the tail.
 TAIL_CHANNELS = 16
 
@@ -43,17 +47,30 @@ class AttentionShape:
     arithmetic: Arithmetic = "fp16"
     # True if each KV head of a draft reads its own list of pages.
     lists_by_head: bool = False
+    # Query tokens of each request of a draft.
+    num_rows: int = 1
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
 
     @property
     def group(self) -> int:
-        """Query heads for which a warp attends."""
-        return self.num_qo_heads // self.num_kv_heads // self.head_split
+        """Query rows for which a warp attends: query heads of one query token, or of several."""
+        return self.num_rows * self.query_heads // self.head_split
 
     @property
     def head_split(self) -> int:
-        """Number of times that each KV head is read: twice if registers would spill otherwise."""
-        group = self.num_qo_heads // self.num_kv_heads
-        return 2 if self.head_dim > 128 and group > 8 and group % 2 == 0 else 1
+        """Number of times that each KV head is read: more than once if registers would spill
+        otherwise."""
+        heads = self.query_heads
+        if self.num_rows == 1:
+            return 2 if self.head_dim > 128 and heads > 8 and heads % 2 == 0 else 1
+        rows = self.num_rows * heads
+        most_tiles = max((MOST_REGISTERS - OTHER_REGISTERS) // _tile_registers(self), 1)
+        most_rows = most_tiles * TILE_ROWS[self.arithmetic]
+        return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= most_rows)
 
 
 def draft_supported(shape: AttentionShape, device: torch.device) -> bool:
@@ -128,11 +145,12 @@ class DraftKernel:
         recent: State,
     ) -> None:
         """Enqueue attention on the current stream. Writes `workspace`, rows of `past` and, if there
-        is a tail, all of `recent`; join() reads them.
+        is a tail, all of `recent`; join() reads them. Rows of `past` and `recent` are in the order
+        of requests, KV heads, query tokens and query heads.
 
-        q: [batch, num_qo_heads, head_dim], the last dimension contiguous; anchors: [pages,
-        num_kv_heads, record] uint8; indptr [batch + 1], indices, last_page_len [batch] int32 on the
-        device; tail: the tensors of Tail, or None. All as in ops/attention_plan.py.
+        q: [batch * num_rows, num_qo_heads, head_dim], the last dimension contiguous; anchors:
+        [pages, num_kv_heads, record] uint8; indptr [batch + 1], indices, last_page_len [batch]
+        int32 on the device; tail: the tensors of Tail, or None. All as in ops/attention_plan.py.
         """
         batch = len(indptr) - 1
         parts = self.tail_parts if tail is not None else 0
@@ -175,7 +193,7 @@ class DraftKernel:
         batch = len(indptr) - 1
         none = (ctypes.c_void_p(), ctypes.c_void_p())
         self._join.launch(
-            batch * self.shape.num_qo_heads,
+            batch * self.shape.num_rows * self.shape.num_qo_heads,
             self._join_warps * 32,
             (
                 workspace,
@@ -226,6 +244,8 @@ def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
         "TWO_BIT_STEP": TWO_BIT_STEP,
         "GROUP": shape.group,
         "HEAD_SPLIT": shape.head_split,
+        "ROWS": shape.num_rows,
+        "QUERY_HEADS": shape.query_heads,
         "LISTS_BY_HEAD": int(shape.lists_by_head),
         "WARPS": plan.warps,
         "HALVES": plan.halves,
@@ -236,7 +256,13 @@ def draft_defines(shape: AttentionShape) -> dict[str, int | str]:
 
 def draft_join_defines(shape: AttentionShape, join_warps: int) -> dict[str, int | str]:
     """Return the constants that cuda/draft_join.cu is compiled with."""
-    own = {"GROUP": shape.group, "WARPS": occupancy(shape).warps}
+    own = {
+        "GROUP": shape.group,
+        "HEAD_SPLIT": shape.head_split,
+        "ROWS": shape.num_rows,
+        "QUERY_HEADS": shape.query_heads,
+        "WARPS": occupancy(shape).warps,
+    }
     return row_join_defines(shape, join_warps) | own
 
 
@@ -286,14 +312,8 @@ class Occupancy:
 def occupancy(shape: AttentionShape) -> Occupancy:
     """Return the occupancy that registers and shared memory allow: most warps a block first, then
     most blocks, then most halves."""
-    columns = _column_tiles(shape)
-    # Registers: output, folded query, scores and probabilities, and 80 for all else, as measured.
-    if shape.arithmetic == "int8":
-        each = shape.head_dim * 3 // 8 + shape.page_size * 3 // 16
-    else:
-        each = shape.head_dim * 3 // 8 + shape.page_size * 3 // 8
-    registers = 80 + columns * each
-    by_registers = MULTIPROCESSOR_REGISTERS // (32 * (-(-min(registers, 255) // 8) * 8))
+    registers = OTHER_REGISTERS + _column_tiles(shape) * _tile_registers(shape)
+    by_registers = MULTIPROCESSOR_REGISTERS // (32 * (-(-min(registers, MOST_REGISTERS) // 8) * 8))
     # Three halves are the least that keep a fetch going while the warp reads either half. More
     # blocks gain more speed than a fourth half.
     for warps in (4, 2, 1):
@@ -318,12 +338,18 @@ def shared_bytes(shape: AttentionShape, warps: int, halves: int) -> int:
 
 
 def tail_heads(shape: AttentionShape) -> int:
-    """Return the number of query heads of one block of the tail."""
+    """Return the number of query rows of one block of the tail."""
     return min(shape.group, TAIL_CHANNELS * 32 // shape.head_dim)
 
 
 def _column_tiles(shape: AttentionShape) -> int:
-    """Return the number of right operands, each of 8 columns. A query head takes one column, or two
+    """Return the number of right operands, each of 8 columns. A query row takes one column, or two
     in INT8."""
-    heads = 4 if shape.arithmetic == "int8" else 8
-    return -(-shape.group // heads)
+    return -(-shape.group // TILE_ROWS[shape.arithmetic])
+
+
+def _tile_registers(shape: AttentionShape) -> int:
+    """Return the registers of a column tile, as measured: output, folded query, scores and
+    probabilities."""
+    scores = shape.page_size * 3 // (16 if shape.arithmetic == "int8" else 8)
+    return shape.head_dim * 3 // 8 + scores

@@ -79,8 +79,8 @@ def workspace_nbytes(
 ) -> int:
     """Return the bytes of workspace that a plan of these sizes needs, for any lengths.
 
-    source: "anchor" for DraftAttention, the target for VerifyAttention. deterministic_pages: as for
-    VerifyAttention.plan().
+    source: "anchor" for DraftAttention, the target for VerifyAttention. max_qo_len: num_rows of
+    DraftAttention.plan(). deterministic_pages: as for VerifyAttention.plan().
     """
     index = torch.empty(batch_size + 1, dtype=torch.int32, device=device)
     plan = _make_plan(
@@ -157,7 +157,8 @@ class _Attention:
 
 
 class DraftAttention(_Attention):
-    """Attention of one query token a request over anchors and, if given, a full-precision tail."""
+    """Attention of one or a few query tokens a request over anchors and, if given, a full-precision
+    tail. The query tokens are the tail's last tokens, and attention among them is causal."""
 
     def plan(
         self,
@@ -174,6 +175,7 @@ class DraftAttention(_Attention):
         sm_scale: float | None = None,
         num_sms: int | None = None,
         arithmetic: Arithmetic = "auto",
+        num_rows: int = 1,
     ) -> None:
         """Set batch and model. Request b's past is pages indices[indptr[b] : indptr[b + 1]], the
         last filled up to last_page_len[b]. A request without pages has no past.
@@ -185,6 +187,10 @@ class DraftAttention(_Attention):
         unless given. num_sms: multiprocessors to fill, by default all of the device.
         arithmetic: number format of products over pages, "fp16" or "int8" (integer draft attention:
         HACK, section 4). Only the CUDA back end has "int8".
+        num_rows: query tokens of each request. All read the whole past, which is read once for as
+        many of them as registers hold (kernels/README.md). Token r of a request sees the tail but
+        for its last num_rows - 1 - r tokens. A request with fewer new tokens has them in its last
+        rows. Its first rows then see earlier tokens only, and their results mean nothing.
         """
         self._set_plan(
             _make_plan(
@@ -200,6 +206,7 @@ class DraftAttention(_Attention):
                 q_dtype=q_dtype,
                 sm_scale=sm_scale,
                 num_sms=num_sms,
+                max_qo_len=num_rows,
                 arithmetic=arithmetic,
             )
         )
@@ -212,10 +219,10 @@ class DraftAttention(_Attention):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from q [batch_size, num_qo_heads, head_dim] to anchors
+        """Attend from q [batch_size * num_rows, num_qo_heads, head_dim] to anchors
         [num_pages, num_kv_heads, nbytes] uint8. Returns (out like q, lse
-        [batch_size, num_qo_heads] fp32). Every value of `out` and `lse` is written: 0 and -inf for
-        a request without tokens.
+        [batch_size * num_rows, num_qo_heads] fp32). Every value of `out` and `lse` is written: 0
+        and -inf for a query that sees no token.
         """
         return self._run(q, Records(anchors=anchors), tail, out, lse)
 

@@ -51,8 +51,9 @@ class Records(NamedTuple):
 class AttentionPlan:
     """Everything that is known before a run. Every run reads the index tensors on the device.
 
-    qo_indptr: None if every request has one query token. indices: [num_indices], or for the source
-    "anchor" also [num_indices, num_kv_heads], where -1 means no page.
+    qo_indptr: None if every request has max_qo_len query tokens, which follow one another. indices:
+    [num_indices], or for the source "anchor" also [num_indices, num_kv_heads], where -1 means no
+    page.
     """
 
     indptr: torch.Tensor
@@ -152,7 +153,7 @@ class AttentionPlan:
     ) -> None:
         """Raise ValueError unless the tensors of a run fit the plan."""
         heads = (self.num_qo_heads, self.head_dim)
-        num_tokens = self.batch_size if self.qo_indptr is None else len(q)
+        num_tokens = self.batch_size * self.max_qo_len if self.qo_indptr is None else len(q)
         check_tensor("q", q, (num_tokens, *heads), self.q_dtype, self.device)
         check_tensor("out", out, (num_tokens, *heads), self.q_dtype, self.device)
         lse_shape = (num_tokens, self.num_qo_heads)

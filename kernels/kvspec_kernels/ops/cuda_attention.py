@@ -167,6 +167,7 @@ def _shape(plan: AttentionPlan) -> AttentionShape:
         plan.q_dtype,
         _arithmetic(plan),
         plan.has_lists_by_head,
+        plan.max_qo_len if plan.source == "anchor" else 1,
     )
 
 
@@ -176,8 +177,8 @@ def _arithmetic(plan: AttentionPlan) -> Arithmetic:
         return "fp16"
     if plan.arithmetic != "auto":
         return plan.arithmetic
-    # A query head takes two of a product's eight columns in int8, and one in fp16.
-    prefers_int8 = plan.group <= 4 and plan.head_dim >= 128
+    # A query row takes two of a product's eight columns in int8, and one in fp16.
+    prefers_int8 = plan.group <= 4 and plan.head_dim >= 128 and plan.max_qo_len == 1
     # arithmetics() is empty if the back end does not cover the codec's parameters.
     possible = arithmetics(plan.settings) or ("fp16",)
     return possible[-1 if prefers_int8 else 0]

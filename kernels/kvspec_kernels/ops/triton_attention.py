@@ -108,6 +108,7 @@ class TritonAttention:
             "HEAD_DIM": plan.head_dim,
             "NUM_KV_HEADS": plan.num_kv_heads,
             "GROUP": plan.group,
+            "ROWS": plan.max_qo_len if plan.qo_indptr is None else 0,
             "DTYPE": TRITON_DTYPES[plan.q_dtype],
             "INTERPRET": INTERPRETED,
             "BLOCK_N": sizes.block_n,

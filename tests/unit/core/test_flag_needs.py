@@ -114,13 +114,6 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         "--page-size 128 cannot be combined with --kvspec-target int8 on a GPU (allowed: 64)",
     ),
     (
-        {"drafter": "ngram"},
-        {},
-        True,
-        "--kvspec-drafter ngram needs a CPU server so far (allowed on a GPU: self): captured draft "
-        "steps run one token of each request",
-    ),
-    (
         {"host_gb": 64.5},
         {},
         False,

@@ -84,7 +84,7 @@ def plan_of(case: AttentionCase, arithmetic: Arithmetic) -> AttentionPlan:
         source=case.source,
         q_dtype=case.q.dtype,
         sm_scale=1.0,
-        max_qo_len=max(1, *case.qo_indptr.diff().tolist()) if verify else 1,
+        max_qo_len=max(1, *case.qo_indptr.diff().tolist()),
         num_sms=1,
         arithmetic=arithmetic,
     )
@@ -110,7 +110,7 @@ def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
             "settings": case.settings,
             "num_sms": options.pop("num_sms", None),
         }
-        max_qo_len = {"max_qo_len": max(1, *q_lens)} if verify else {}
+        max_qo_len = {"max_qo_len": max(1, *q_lens)}
         name, _, arithmetic = backend.partition("-")
         if verify and arithmetic == "int8":
             pytest.skip("verifying is in fp16")
@@ -135,6 +135,9 @@ def prepare(backend: str, device: torch.device) -> Callable[..., Run]:
         attention = (VerifyAttention if verify else DraftAttention)(memory, name)
         if verify:
             options |= {"qo_indptr": case.qo_indptr, "target": case.source, **max_qo_len}
+        else:
+            # All requests of a draft have equally many query tokens.
+            options["num_rows"] = max(1, *q_lens)
         attention.plan(
             indptr=case.indptr,
             indices=case.indices,

@@ -36,9 +36,12 @@ ARCHITECTURE = "sm_90a"
 CODECS = (Log4Settings, Uniform4Settings)
 
 
-def shape_of(codec, page_size, head_dim, group, dtype, arithmetic="fp16", bits=4, by_head=False):
+def shape_of(
+    codec, page_size, head_dim, group, dtype, arithmetic="fp16", bits=4, by_head=False, rows=1
+):
     settings = codec.for_page(page_size, bits)
-    return AttentionShape(settings, page_size, head_dim, 2 * group, 2, dtype, arithmetic, by_head)
+    heads = (2 * group, 2)
+    return AttentionShape(settings, page_size, head_dim, *heads, dtype, arithmetic, by_head, rows)
 
 
 def compiled(source, defines):
@@ -80,6 +83,44 @@ def test_draft_attention_by_head_compiles(codec, bits, arithmetic, head_dim, gro
     assert compiled("draft_attention.cu", draft_defines(shape)).code
 
 
+@pytest.mark.parametrize("rows", [2, 4, 16])
+@pytest.mark.parametrize(
+    ("codec", "bits", "arithmetic", "head_dim", "group", "by_head"),
+    [
+        (Log4Settings, 4, "fp16", 128, 4, False),
+        (Uniform4Settings, 4, "fp16", 128, 8, True),
+        (Uniform4Settings, 4, "fp16", 64, 3, False),
+        (Uniform4Settings, 4, "int8", 128, 4, False),
+        (Uniform4Settings, 2, "int8", 256, 16, False),
+        (Log4Settings, 2, "int8", 96, 1, True),
+    ],
+)
+def test_draft_attention_of_several_rows_compiles(
+    codec, bits, arithmetic, head_dim, group, by_head, rows
+):
+    options = {"bits": bits, "by_head": by_head, "rows": rows}
+    shape = shape_of(codec, 64, head_dim, group, torch.bfloat16, arithmetic, **options)
+    assert compiled("draft_attention.cu", draft_defines(shape)).code
+    assert compiled("draft_join.cu", draft_join_defines(shape, 4)).code
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "rows", "split"),
+    [
+        (128, 4, 4, 1),
+        (128, 4, 16, 4),
+        (64, 3, 4, 1),
+        (128, 8, 4, 2),
+        (128, 2, 8, 1),
+        (64, 1, 16, 1),
+    ],
+)
+def test_pages_are_read_once_for_as_many_rows_as_registers_hold(head_dim, group, rows, split):
+    shape = shape_of(Uniform4Settings, 64, head_dim, group, torch.bfloat16, rows=rows)
+    assert shape.head_split == split
+    assert shape.group * split == rows * group
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize(
@@ -102,10 +143,12 @@ def test_page_scores_compile(codec, bits, page_size, head_dim, group, queries):
 @pytest.mark.parametrize("page_size", [32, 64, 256])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("rows", [1, 4, 16])
 def test_a_drafting_block_has_room_for_its_warps_states(
-    codec, bits, arithmetic, page_size, head_dim, group
+    codec, bits, arithmetic, page_size, head_dim, group, rows
 ):
-    shape = shape_of(codec, page_size, head_dim, group, torch.bfloat16, arithmetic, bits)
+    options = {"bits": bits, "rows": rows}
+    shape = shape_of(codec, page_size, head_dim, group, torch.bfloat16, arithmetic, **options)
     plan = occupancy(shape)
     heads_at_once = 4 if arithmetic == "int8" else 8
     query = -(-shape.group // heads_at_once) * head_dim // 16 * 512

@@ -134,6 +134,45 @@ def test_lengths_change_in_place(prepare, device):
         assert_attention(case, out, lse)
 
 
+ROWS = pytest.mark.parametrize("num_rows", [2, 4, 16])
+
+
+@ROWS
+@pytest.mark.parametrize("shape", [*SHAPES[:2], SHAPES[4], SHAPES[8], SHAPES[11]], ids=shape_id)
+def test_several_query_tokens(shape, num_rows, check, device):
+    """Query tokens are the tail's last ones. Tails of fewer tokens hide even the first of these."""
+    page_size = shape[1]
+    lens = [0, 1, 2 * page_size, page_size + 3, 0]
+    tails = [num_rows, page_size + num_rows, 1, num_rows - 1, 0]
+    options = {"q_lens": [num_rows] * len(lens), "tail_lens": tails}
+    check(make_case(lens, **options, **options_of(shape, device)), num_sms=3)
+
+
+@ROWS
+def test_several_query_tokens_without_a_tail(num_rows, check, device):
+    lens = [70, 0, 130]
+    check(make_case(lens, q_lens=[num_rows] * 3, **options_of(SHAPES[0], device)))
+
+
+@ROWS
+def test_query_tokens_do_not_depend_on_tokens_behind_them(num_rows, prepare, device):
+    """The last row of one token more sees what a single row sees."""
+    shape = SHAPES[0]
+    lens, tails = [100, 64, 0], [num_rows + 1, num_rows, num_rows + 7]
+    options = options_of(shape, device)
+    case = make_case(lens, q_lens=[num_rows] * 3, tail_lens=tails, **options)
+    out, lse = results_for(case)
+    prepare(case)(out, lse)
+    for row in range(num_rows):
+        seen = case.tail.lens - (num_rows - 1 - row)
+        q = case.q.view(3, num_rows, *case.q.shape[1:])[:, row].contiguous()
+        ends = torch.arange(4, dtype=torch.int32, device=device)
+        single = replace(case, q=q, qo_indptr=ends, tail=case.tail._replace(lens=seen))
+        assert_attention(
+            single, *(part.view(3, num_rows, *part.shape[1:])[:, row] for part in (out, lse))
+        )
+
+
 def with_lists(case, lists):
     """Return the case in which request b reads pages lists[b][i] of its own."""
     chosen = [own[pages] for own, pages in zip(case.pages, lists, strict=True)]
@@ -158,9 +197,11 @@ class ByHead:
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], SHAPES[10]], ids=shape_id)
 @pytest.mark.parametrize("tails", [None, [3, 0, 1]], ids=["no tail", "tail"])
-def test_heads_that_read_pages_of_their_own(shape, tails, prepare, device):
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_heads_that_read_pages_of_their_own(shape, tails, num_rows, prepare, device):
     size, heads = shape[1], shape[3]
-    case = make_case([4 * size, 2 * size, 3 * size], tail_lens=tails, **options_of(shape, device))
+    options = {"tail_lens": tails, "q_lens": [num_rows] * 3, **options_of(shape, device)}
+    case = make_case([4 * size, 2 * size, 3 * size], **options)
     # Lists by head and request. The request's longest list gives its number of entries.
     lists = [[[0, 2, 3], [], [1]], [[1, 2], [0], [0]], [[3], [1], [2]]][:heads]
     counts = [3, 1, 1]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_kvspec.planning.draft_length import expected_tokens
 from sglang_kvspec.planning.proposals import (
     MOST_PROPOSED,
     SHARED_CHUNK,
     RequestNgrams,
     SharedNgrams,
     proposal_len,
+    saves_time,
 )
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -135,3 +137,22 @@ def test_outputs_of_two_requests_are_no_text():
     shared.add([1, 2, 3])
     shared.add([4, 5, 6])
     assert ngrams_of([70], [2, 3], shared).propose([], 5).tokens == []
+
+
+def test_a_proposal_says_how_many_drafts_its_step_is_expected_to_make():
+    ngrams = ngrams_of()
+    proposal = ngrams.propose([], 5)
+    assert proposal.expected == expected_tokens(0.5, len(proposal.tokens))
+    # An estimate that promises nothing leaves an ordinary step, which makes one draft.
+    assert ngrams.propose([], 0).expected == 1
+    assert ngrams.propose([99], 5).expected == 1
+
+
+def test_the_request_with_the_most_steps_decides_what_is_quicker():
+    assert saves_time([16], [4.0], 1.3)
+    assert saves_time([16, 2], [4.0, 1.0], 1.3)
+    assert not saves_time([16, 16], [4.0, 1.0], 1.3)
+    # A step that the CPU waits for must bring more than it costs.
+    assert not saves_time([16], [1.2], 1.3)
+    assert saves_time([16], [1.2], 1.0)
+    assert not saves_time([16], [1.0], 1.0)

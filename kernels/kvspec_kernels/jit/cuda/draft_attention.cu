@@ -4,9 +4,9 @@
 // request. The warps of a block take pages in turn. Bulk copies fill a ring for each warp in
 // advance, K and V separately. draft_half.cuh or draft_int8.cuh has the work of a warp on a page.
 //
-// Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT LISTS_BY_HEAD K_ROWS
-// V_ROWS LOG4 ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS TAIL_HEADS K_BYTES V_BYTES RECORD_BYTES
-// TOP.
+// Compiled by jit/nvrtc.py, which defines: HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT ROWS QUERY_HEADS
+// LISTS_BY_HEAD K_ROWS V_ROWS LOG4 ANCHOR_BITS INT8 Q_BF16 WARPS HALVES BLOCKS TAIL_HEADS K_BYTES
+// V_BYTES RECORD_BYTES TOP.
 
 #include "draft_shares.cuh"
 #include "draft_tail.cuh"
@@ -23,15 +23,15 @@ constexpr int RING_BYTES = WARPS * HALVES * HALF_BYTES;
 constexpr int STATE_BYTES = WarpStates<GROUP>::BYTES;
 constexpr int SCRATCH_BYTES = ((RING_BYTES > STATE_BYTES ? RING_BYTES : STATE_BYTES) + 7) / 8 * 8;
 
-// A KV head with more query heads than fit is read HEAD_SPLIT times; num_kv_heads counts each time.
+// A KV head with more query rows than fit is read HEAD_SPLIT times; num_kv_heads counts each time.
 // With LISTS_BY_HEAD, index i of KV head h is indices[i * index_stride + h], and -1 for no page at
 // the end of a list.
-// q: [batch, num_kv_heads * GROUP, HEAD_DIM]. The first max_workers blocks have the pages. If there
+// q: [batch * ROWS, query heads, HEAD_DIM], see draft_rows.cuh for GROUP. The first max_workers blocks have the pages. If there
 // is a tail, batch * num_kv_heads * TAIL_PARTS blocks follow. partial_out: [2 * max_workers, GROUP,
 // HEAD_DIM], sums of weighted V. partial_stat: [2 * max_workers, GROUP, 2], (max, base 2, and sum).
-// past_out: like q; past_lse: [batch, num_kv_heads * GROUP], base 2. Their rows are written only if
-// one block has all of a head's pages. Rows of tail_out and tail_lse are written if there is a
-// tail.
+// past_out: [batch, num_kv_heads * GROUP, HEAD_DIM]; past_lse: the same without HEAD_DIM, base 2.
+// Their rows are written only if one block has all of a head's pages. Rows of tail_out and tail_lse
+// are written if there is a tail.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
     const u16* __restrict__ q, i64 q_stride, i64 q_head_stride, const u8* __restrict__ anchors,
     i64 page_stride, const int* __restrict__ indptr, const int* __restrict__ indices,
@@ -89,8 +89,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) draft_attention(
 #pragma unroll
         for (int n = 0; n < HALVES; ++n)
             if (page_of(n) < count) fetch_part(n, id_of(page_of(n)));
-        load_query(query, q + b * q_stride + (i64)head * GROUP * q_head_stride, q_head_stride,
-                   scale_log2);
+        const QueryRows own(q, q_stride, q_head_stride, b, head);
+        load_query(query, scale_log2,
+                   [&](int row) -> const u16* { return row < GROUP ? own[row] : nullptr; });
         __syncthreads();
         State state;
         state.clear();

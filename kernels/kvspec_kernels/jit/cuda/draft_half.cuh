@@ -113,11 +113,9 @@ __device__ __forceinline__ void load_query_rows(
     }
 }
 
-__device__ __forceinline__ void load_query(
-    uint4* query, const u16* q, i64 head_stride, float scale_log2) {
-    load_query_rows(query, COLUMN_TILES, scale_log2, [&](int row) -> const u16* {
-        return row < GROUP ? q + row * head_stride : nullptr;
-    });
+template <class AddressOf>
+__device__ __forceinline__ void load_query(uint4* query, float scale_log2, AddressOf address_of) {
+    load_query_rows(query, COLUMN_TILES, scale_log2, address_of);
 }
 
 // Computes S^T of a page in units of log2: scores[column][token tile][row g, g+8 x col. 2t, 2t+1].

@@ -69,19 +69,19 @@ struct State {
 
 // Writes query fragments to shared memory, for each column tile, pair of channel tiles and lane:
 // first unchanged, in even columns only, then fp16 times sm_scale * log2(e) in both columns of a
-// head.
-__device__ __forceinline__ void load_query(
-    uint4* query, const u16* q, i64 head_stride, float scale_log2) {
+// head. address_of: of a row, null for none.
+template <class AddressOf>
+__device__ __forceinline__ void load_query(uint4* query, float scale_log2, AddressOf address_of) {
     for (int i = threadIdx.x; i < COLUMN_TILES * CHANNEL_TILES * 16; i += WARPS * 32) {
         int lane = i % 32, tile = i / 32 * 2 % CHANNEL_TILES, column = i / 16 / CHANNEL_TILES;
-        int row = column * 4 + (lane >> 3);
+        const u16* row = address_of(column * 4 + (lane >> 3));
         u32 raw[4], scaled[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             u32 pair = 0;
-            if (row < GROUP)
+            if (row)
                 pair = *reinterpret_cast<const u32*>(
-                    q + row * head_stride + (tile + k / 2) * 16 + k % 2 * 8 + 2 * (lane & 3));
+                    row + (tile + k / 2) * 16 + k % 2 * 8 + 2 * (lane & 3));
             raw[k] = lane & 4 ? 0 : pair;
             scaled[k] = scaled_query(pair, scale_log2);
         }

@@ -1,15 +1,16 @@
 // Joins the parts of a query row that blocks of draft_attention.cu wrote, and the state of the
 // request's tail if there is one. Each query row has a block.
 //
-// Compiled by jit/nvrtc.py, which defines: HEAD_DIM GROUP WARPS JOIN_WARPS PARTS_AT_ONCE
-// and Q_BF16.
+// Compiled by jit/nvrtc.py, which defines: HEAD_DIM GROUP HEAD_SPLIT ROWS QUERY_HEADS WARPS
+// JOIN_WARPS PARTS_AT_ONCE and Q_BF16.
 
+#include "draft_rows.cuh"
 #include "draft_shares.cuh"
 #include "join_rows.cuh"
 
 // indptr, num_kv_heads, max_workers, past_out, past_lse: the arguments of draft_attention.
-// tail_out, tail_lse: like past_out and past_lse, or null. Writes every row of out [batch,
-// num_kv_heads * GROUP, HEAD_DIM] and lse.
+// tail_out, tail_lse: like past_out and past_lse, or null. Writes every row of out [batch * ROWS,
+// query heads, HEAD_DIM] and lse.
 extern "C" __global__ void __launch_bounds__(JOIN_THREADS) draft_join(
     const float* __restrict__ partial_out, const float* __restrict__ partial_stat,
     const int* __restrict__ indptr, int batch, int num_kv_heads, int max_workers,
@@ -36,5 +37,6 @@ extern "C" __global__ void __launch_bounds__(JOIN_THREADS) draft_join(
         past = {past_out, past_lse};
         last = first - 1;
     }
-    join_row(partial_out, partial_stat, first, last, row_of, past, tail, blockIdx.x, out, lse);
+    join_row(partial_out, partial_stat, first, last, row_of, past, tail, blockIdx.x,
+             place_of(blockIdx.x, num_kv_heads), out, lse);
 }

@@ -1,12 +1,13 @@
 // Attention over a request's newest tokens, in full precision. The tokens are few, so separate
 // blocks do it in plain arithmetic. These blocks start when the first blocks with pages have ended,
-// which costs less than another kernel. Needs the defines HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT WARPS
-// TAIL_HEADS Q_BF16.
+// which costs less than another kernel. Needs the defines HEAD_DIM PAGE_SIZE GROUP HEAD_SPLIT ROWS
+// QUERY_HEADS WARPS TAIL_HEADS Q_BF16.
 #pragma once
+#include "draft_rows.cuh"
 #include "tail.cuh"
 #include "warp_states.cuh"
 
-// A lane has every 32nd channel of TAIL_HEADS heads at a time, as many as registers allow.
+// A lane has every 32nd channel of TAIL_HEADS query rows at a time, as many as registers allow.
 constexpr int LANE_CHANNELS = HEAD_DIM / 32;
 // Blocks of a KV head.
 constexpr int TAIL_PARTS = (GROUP + TAIL_HEADS - 1) / TAIL_HEADS;
@@ -34,10 +35,10 @@ __device__ __forceinline__ float sum_of_warp(float x) {
     return x;
 }
 
-// Attends to one request's tail with query heads part * TAIL_HEADS .. of one KV head, which is read
+// Attends to one request's tail with query rows part * TAIL_HEADS .. of one KV head, which is read
 // HEAD_SPLIT times. index: number of the block among the tail's blocks. q, num_kv_heads: as in
-// draft_attention. scratch: shared memory. Writes rows of out and lse, 0 and -inf for an empty
-// tail.
+// draft_attention. scratch: shared memory. Writes rows of out and lse, 0 and -inf where a
+// row sees no token of the tail.
 __device__ __forceinline__ void attend_to_tail(
     int index, const u16* q, i64 q_stride, i64 q_head_stride, const Tail& tail, int num_kv_heads,
     float scale_log2, u8* scratch, void* out, float* lse) {
@@ -49,13 +50,16 @@ __device__ __forceinline__ void attend_to_tail(
     const int* pages = tail.indices + tail.indptr[b];
     const u16* k = tail.k + kv_head * tail.k_head;
     const u16* v = tail.v + kv_head * tail.v_head;
-    const u16* queries = q + b * q_stride + (i64)head * GROUP * q_head_stride + lane;
+    const QueryRows own(q, q_stride, q_head_stride, b, head, lane);
     float query[TAIL_HEADS][LANE_CHANNELS], weighed[TAIL_HEADS][LANE_CHANNELS];
     float top[TAIL_HEADS], sum[TAIL_HEADS];
+    int seen[TAIL_HEADS];
 #pragma unroll
     for (int h = 0; h < TAIL_HEADS; ++h) {
-        // Past the group's last head, the last head is computed again and ignored.
-        const u16* row = queries + min(first_head + h, GROUP - 1) * q_head_stride;
+        // Past the group's last row, the last row is computed again and ignored.
+        int in_group = min(first_head + h, GROUP - 1);
+        const u16* row = own[in_group];
+        seen[h] = ROWS == 1 ? count : num_seen(count, head, in_group);
         top[h] = NEG_INF;
         sum[h] = 0.0f;
 #pragma unroll
@@ -78,16 +82,18 @@ __device__ __forceinline__ void attend_to_tail(
 #pragma unroll
                 for (int j = 0; j < LANE_CHANNELS; ++j) x += query[h][j] * keys[i][j];
                 x = sum_of_warp(x);
-                score[i] = first + i < count ? x : NEG_INF;
+                score[i] = first + i < seen[h] ? x : NEG_INF;
                 top[h] = fmaxf(top[h], score[i]);
             }
-            float shrink = exp2_approx(before - top[h]);
+            // Of several rows, some may have seen no token yet; -inf minus -inf would be NaN.
+            float base = ROWS > 1 && top[h] == NEG_INF ? 0.0f : top[h];
+            float shrink = exp2_approx(before - base);
             sum[h] *= shrink;
 #pragma unroll
             for (int j = 0; j < LANE_CHANNELS; ++j) weighed[h][j] *= shrink;
 #pragma unroll
             for (int i = 0; i < TAIL_TOKENS; ++i) {
-                float weight = exp2_approx(score[i] - top[h]);
+                float weight = exp2_approx(score[i] - base);
                 sum[h] += weight;
 #pragma unroll
                 for (int j = 0; j < LANE_CHANNELS; ++j) weighed[h][j] += weight * values[i][j];

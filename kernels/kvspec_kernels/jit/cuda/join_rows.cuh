@@ -20,13 +20,13 @@ struct OtherState {
     }
 };
 
-// Writes row `index` of out [rows, HEAD_DIM] and lse [rows]. Joins rows row_of(worker) of
+// Writes row `place` of out [rows, HEAD_DIM] and lse [rows]. Joins rows row_of(worker) of
 // partial_out [.., HEAD_DIM] and partial_stat [.., 2] (max, sum) for workers first .. last, if any,
-// and two further states. A row without any tokens becomes 0 and -inf.
+// and row `index` of two further states. A row without any tokens becomes 0 and -inf.
 template <class RowOf>
 __device__ __forceinline__ void join_row(
     const float* partial_out, const float* partial_stat, int first, int last, RowOf row_of,
-    OtherState one, OtherState other, i64 index, void* out, float* lse) {
+    OtherState one, OtherState other, i64 index, i64 place, void* out, float* lse) {
     // Aligned, because four values are written at a time.
     __shared__ __align__(16) float outs[JOIN_WARPS][HEAD_DIM];
     __shared__ float tops[JOIN_WARPS], sums[JOIN_WARPS];
@@ -100,7 +100,7 @@ __device__ __forceinline__ void join_row(
             all += share * sums[w];
             value += share * outs[w][i];
         }
-        store_output(out, index * HEAD_DIM + i, all > 0.0f ? value / all : 0.0f);
-        if (i == 0) lse[index] = highest + log2f(all);
+        store_output(out, place * HEAD_DIM + i, all > 0.0f ? value / all : 0.0f);
+        if (i == 0) lse[place] = highest + log2f(all);
     }
 }

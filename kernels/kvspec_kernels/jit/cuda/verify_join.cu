@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(JOIN_THREADS) verify_join(
     int first = starts[b] + head / GROUP * each + block * chunks;
     auto row_of = [&](int item) { return (i64)item * item_rows + row % COLS; };
     join_row(partial_out, partial_stat, first, first + chunks - 1, row_of, none, none, blockIdx.x,
-             out, lse);
+             blockIdx.x, out, lse);
 #else
     int num_pages = pages_of_units(num_columns, units / num_kv_heads, rest);
     HeadUnits units_of(num_columns, num_pages, rest);
@@ -43,6 +43,6 @@ extern "C" __global__ void __launch_bounds__(JOIN_THREADS) verify_join(
     if (owners.first == owners.last) return;
     auto row_of = [&](int worker) { return owners.row_of(worker) + row % COLS; };
     join_row(partial_out, partial_stat, owners.first, owners.last, row_of, none, none, blockIdx.x,
-             out, lse);
+             blockIdx.x, out, lse);
 #endif
 }

@@ -19,6 +19,7 @@ from sglang_kvspec.engine.committer import Committer
 from sglang_kvspec.engine.draft_budgets import OneBudget
 from sglang_kvspec.engine.eager_drafter import EagerDrafter
 from sglang_kvspec.engine.eager_verify import EagerVerify
+from sglang_kvspec.engine.eager_wide_steps import EagerWideSteps
 from sglang_kvspec.engine.loop import RoundLoop, RoundResult
 from sglang_kvspec.engine.ngram_drafter import NgramDrafter
 from sglang_kvspec.engine.observer import RoundObserver
@@ -200,9 +201,11 @@ class Engine:
         drafter: Drafter | None = None,
         view: DraftView | None = None,
         with_ngrams: bool = False,
+        skips_steps: bool = False,
     ) -> None:
-        """drafter: replaces the model itself. with_ngrams: n-grams propose tokens to the model."""
-        self.with_ngrams = with_ngrams
+        """drafter: replaces the model itself. with_ngrams: n-grams propose tokens to the model.
+        skips_steps: steps that save no time are ordinary ones, as on a GPU."""
+        self.with_ngrams, self.skips_steps = with_ngrams, skips_steps
         self.kv, self.config, self.max_running = kv, config, max_running
         self.drafter, self.view = drafter, view
         self.forward = ToyForward(kv, model)
@@ -272,10 +275,13 @@ class Engine:
     def _drafter(self, ranks: Ranks) -> Drafter:
         if self.drafter is not None:
             return CheckedDrafter("other", self.drafter, VOCAB)
-        own = (self.forward, self.sampler, ranks, self.kv.geometry.page_size)
-        if self.with_ngrams:
-            return NgramDrafter(*own, self.counters.drafts, self.view)
-        return EagerDrafter(*own, self.view)
+        page_size = self.kv.geometry.page_size
+        own = EagerDrafter(self.forward, self.sampler, ranks, page_size, self.view)
+        if not self.with_ngrams:
+            return own
+        steps = EagerWideSteps(self.forward, page_size, self.view)
+        ordinary = own if self.skips_steps else None
+        return NgramDrafter(steps, self.sampler, ranks, self.counters.drafts, ordinary=ordinary)
 
     def _scheduler(self, parts: SchedulerParts) -> VerifyScheduler:
         return StaggeredScheduler(parts)

@@ -7,6 +7,7 @@ import torch
 
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.kv.forward_plan import RowKind
+from sglang_kvspec.planning.draft_length import expected_tokens
 from sglang_kvspec.planning.proposals import Proposal
 from sglang_kvspec.runtime.budget_views import RecentPages
 from sglang_kvspec.runtime.draft_view import ViewShape
@@ -29,8 +30,10 @@ UNSEEDED = SamplingParams(temperature=0.9, logit_bias=FEW)
 class Oracle:
     """Stand-in for RequestNgrams that knows the answer. Every `wrong_every`-th token is wrong."""
 
-    def __init__(self, answer, wrong_every=5, most=6):
+    def __init__(self, answer, wrong_every=5, most=6, probability=0.8):
         self.answer, self.wrong_every, self.most = answer, wrong_every, most
+        self.probability = probability
+        self.silent_every = None
         self.output = []
         self.seen = []
 
@@ -39,11 +42,14 @@ class Oracle:
 
     def propose(self, drafts, most):
         first = len(self.output) + len(drafts)
+        if self.silent_every and first % self.silent_every == 0:
+            return Proposal([], (False, 2))
         tokens = [
             token if place % self.wrong_every else token + 1
             for place, token in enumerate(self.answer[first:], start=first)
         ]
-        return Proposal(tokens[: min(most, self.most)], (False, 2))
+        tokens = tokens[: min(most, self.most)]
+        return Proposal(tokens, (False, 2), expected_tokens(self.probability, len(tokens)))
 
     def observe(self, proposal, num_kept):
         self.seen.append((len(proposal.tokens), num_kept))
@@ -189,6 +195,53 @@ def test_a_request_drafts_no_more_than_it_is_asked_for(toy):
         row.length for rows in engine.forward.rows for row in rows if row.kind is RowKind.DRAFT
     )
     assert longest == 5
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_ordinary_steps_between_make_the_same_drafts(toy, name):
+    """Of three requests, one is proposed nothing at times, so that most steps save no time."""
+
+    def served(asked, **options):
+        kv = toy.kv(cache_pages=None)
+        engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), **options)
+        return engine.serve(asked), engine
+
+    alone, own = served(requests(toy, PARAMS[name]))
+    asked, _ = with_oracles(toy, PARAMS[name])
+    for request in asked[::2]:
+        request.ngrams.silent_every = 2
+    outputs, engine = served(asked, with_ngrams=True, skips_steps=True)
+    toy.assert_same_output(outputs, alone)
+    assert drafting_counts(engine) == drafting_counts(own)
+    counts = engine.counters.drafts
+    assert counts.steps + counts.kept == engine.counters.drafted
+    lengths = {row.length for rows in draft_rows(engine) for row in rows}
+    assert 1 in lengths
+    assert max(lengths) > 1
+
+
+def test_a_round_whose_proposals_save_no_time_is_an_ordinary_one(toy):
+    """Of two requests, the one that lives longer is never proposed anything."""
+    lengths = [(70, 40), (33, 20)]
+
+    def served(asked, **options):
+        kv = toy.kv(cache_pages=None)
+        engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), **options)
+        engine.serve(asked)
+        return engine
+
+    silent, foretold = asked = requests(toy, PARAMS["greedy"], lengths)
+    for request in asked:
+        request.ngrams = Oracle(toy.plain_decode(toy.model, request).tokens)
+    silent.ngrams.silent_every = 1
+    engine = served(asked, with_ngrams=True, skips_steps=True)
+    own = served(requests(toy, PARAMS["greedy"], lengths))
+    assert draft_forwards(engine) == draft_forwards(own)
+    assert not engine.counters.drafts.proposed
+    assert engine.counters.drafts.steps == engine.counters.drafted
+    # An empty proposal moves the estimate of its match back.
+    assert set(silent.ngrams.seen) == {(0, 0)}
+    assert not foretold.ngrams.seen
 
 
 def test_requests_of_all_kinds_share_a_forward(toy):
