@@ -3,10 +3,10 @@ Marlin: the four products of a layer of the 8B shape.
 
 usage: python benchmarks/bench_int4_products.py [--quick] [--without-marlin] [--out PATH]
 
-w4.triton: the tile that the product chooses. w4.triton_best: the fastest of all tiles and numbers
-of programs for each product. w4.marlin: the faster of its two types. w4.products: w4.triton, which
-the server uses. All are times as fast as bf16, for the sum of the four products. A candidate with a
-wrong result is not timed.
+w4.products: the tile that the product chooses, in CUDA or Triton, as the server does. w4.triton:
+the fastest of all tiles in Triton and numbers of programs for each product. w4.marlin: the faster
+of its two types. All are times as fast as bf16, for the sum of the four products. A candidate with
+a wrong result is not timed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from attention.timing import Timing, measure_in_turn, time_figure
 from int4_products import marlin_runs
 from rich.console import Console
 
+from kvspec_kernels.jit.cuda_int4_products import CudaTile
 from kvspec_kernels.ops import int4_products
 from kvspec_kernels.ops.int4_products import TILES, Tile
 from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight, decode
@@ -140,9 +141,12 @@ def time_product(
     for count in all_rows:
         x = torch.randn(count, weight.num_inputs, device="cuda").bfloat16()
         candidates: dict[str, Calls] = {"bf16": [partial(F.linear, x, w) for w in dense]}
-        chosen, tiles = tiles_for(count)
+        chosen, tiles = tiles_for(x, len(value))
         for tile in tiles:
-            calls: Calls = [partial(int4_products.multiply, x, w, None, tile) for w in ours]
+            multiply = int4_products.multiply
+            if isinstance(tile, CudaTile):
+                multiply = int4_products.multiply_in_cuda
+            calls: Calls = [partial(multiply, x, w, None, tile) for w in ours]
             if is_right(runs, f"{label(tile)}.{name}.m{count}", calls[0], x, value):
                 candidates[label(tile)] = calls
         runs.chosen[name, count] = label(chosen)
@@ -164,12 +168,15 @@ def time_product(
         console.print(f"{name}.m{count}: {text} us; chosen {label(chosen)}", markup=False)
 
 
-def tiles_for(num_rows: int) -> tuple[Tile, list[Tile]]:
+def tiles_for(x: torch.Tensor, num_columns: int) -> tuple[Tile | CudaTile, list[Tile | CudaTile]]:
     """Return the tile that the product chooses, and all with a number of rows that fits."""
-    chosen = int4_products.choose_tile(num_rows)
+    chosen = int4_products.choose_tile(len(x))
     fitting = [tile for tile in TILES if tile.rows == chosen.rows]
     fewer = [replace(tile, programs=n) for tile in fitting for n in range(1, tile.programs)]
-    return chosen, [*fitting, *fewer]
+    in_cuda = int4_products.choose_cuda_tile(x, num_columns)
+    if in_cuda is None:
+        return chosen, [*fitting, *fewer]
+    return in_cuda, [in_cuda, *fitting, *fewer]
 
 
 def is_right(
@@ -200,10 +207,10 @@ def layer_figures(runs: Runs, all_rows: tuple[int, ...]) -> Iterator[Figure]:
         every = [(runs.times[name, count], runs.chosen[name, count]) for name in WEIGHTS]
         base = sum(times["bf16"].microseconds for times, _ in every)
         if all(chosen in times for times, chosen in every):
-            sums["triton"] = sum(times[chosen].microseconds for times, chosen in every)
+            sums["products"] = sum(times[chosen].microseconds for times, chosen in every)
         if all(best_tile(times) for times, _ in every):
             best = (times[best_tile(times)].microseconds for times, _ in every)
-            sums["triton_best"] = sum(best)
+            sums["triton"] = sum(best)
         for each in marlin_runs.TYPES:
             if all(f"marlin_{each}" in times for times, _ in every):
                 us = sum(times[f"marlin_{each}"].microseconds for times, _ in every)
@@ -216,18 +223,17 @@ def layer_figures(runs: Runs, all_rows: tuple[int, ...]) -> Iterator[Figure]:
             console.print(f"w4.{name}.m{count}: {us:.1f} us, {base / us:.2f} times as fast")
             yield Figure(f"w4.{name}.m{count}.us", us, "microseconds")
             yield Figure(f"w4.{name}.m{count}", base / us, "times as fast", None, round(base, 2))
-        if "triton" in sums:
-            ratio = base / sums["triton"]
-            yield Figure(f"w4.products.m{count}", ratio, "times as fast", None, round(base, 2))
 
 
 def best_tile(times: dict[str, Timing]) -> str:
-    """Return the fastest tile, or nothing if none was timed."""
-    tiles = [name for name in times if name.startswith("tile_")]
+    """Return the fastest tile in Triton, or nothing if none was timed."""
+    tiles = [name for name in times if name.startswith("tile_") and "_cuda_" not in name]
     return min(tiles, key=lambda name: times[name].median_s, default="")
 
 
-def label(tile: Tile) -> str:
+def label(tile: Tile | CudaTile) -> str:
+    if isinstance(tile, CudaTile):
+        return f"tile_{tile.rows}x{tile.columns}_cuda_{tile.programs}"
     way = "decoded" if tile.decoded else "scaled"
     return f"tile_{tile.rows}x{tile.columns}_{way}_{tile.programs}"
 

@@ -1,4 +1,8 @@
-"""Products of a few rows with weights in 4 bits, for draft steps."""
+"""Products of a few rows with weights in 4 bits, for draft steps.
+
+Products of up to 16 rows have a kernel in CUDA C++ on Hopper. All others run in Triton. Both read
+the same packed weights.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from kvspec_kernels.jit import cuda_int4_products
+from kvspec_kernels.jit.cuda_int4_products import CudaTile
 from kvspec_kernels.jit.int4_products import int4_product_kernel
 from kvspec_kernels.ops.device import num_multiprocessors
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
@@ -17,8 +23,8 @@ from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight
 # Groups whose codes share a 16-bit word.
 PLANES = 4
 CHUNK = PLANES * GROUP
-# Chunks that a program of a part of a tile has at least.
-LEAST_CHUNKS = 4
+# Chunks that a program of a part of a tile has at least, in Triton and in CUDA.
+LEAST_CHUNKS, LEAST_CUDA_CHUNKS = 4, 1
 # Registers of a multiprocessor, and most of a thread.
 REGISTERS, MOST_REGISTERS = 65536, 255
 # Most rows of a tile. More rows take several tiles, which read the weight once each.
@@ -83,6 +89,11 @@ TILES = (
 # Tiles that choose_tile() takes, by rows: the fastest for each product of an 8B layer.
 CHOSEN = {16: TILES[0], 32: TILES[4], 64: TILES[6]}
 LEAST_COLUMNS = min(tile.columns for tile in TILES)
+# Tiles in CUDA. More rows are faster in Triton.
+CUDA_TILES = (
+    CudaTile(1, strips=2, warps=4, stages=4, programs=2),
+    CudaTile(2, strips=2, warps=4, stages=4, programs=2),
+)
 
 
 def empty(num_columns: int, num_inputs: int, device: torch.device) -> PackedWeight:
@@ -151,6 +162,9 @@ def product(
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.num_inputs} inputs")
     if bias is not None and bias.shape != (weight.num_columns,):
         raise ValueError(f"bias {list(bias.shape)} does not fit {weight.num_columns} columns")
+    tile = choose_cuda_tile(x, weight.num_columns)
+    if tile is not None:
+        return multiply_in_cuda(x, weight, bias, tile)
     return multiply(x, weight, bias, choose_tile(len(x)))
 
 
@@ -159,8 +173,17 @@ def choose_tile(num_rows: int) -> Tile:
     return CHOSEN[next((rows for rows in CHOSEN if num_rows <= rows), MOST_ROWS)]
 
 
-def num_programs(most: int, num_tiles: int, num_chunks: int) -> int:
-    """Return how many programs share out the chunks of all tiles, of at most this many.
+def choose_cuda_tile(x: torch.Tensor, num_columns: int) -> CudaTile | None:
+    """Return the tile in CUDA for a product with rows x [M, K], or None if Triton is faster, or the
+    kernel does not cover the product."""
+    if not cuda_int4_products.supported(x, num_columns):
+        return None
+    return next((tile for tile in CUDA_TILES if len(x) <= tile.rows), None)
+
+
+def num_programs(most: int, num_tiles: int, num_chunks: int, least: int = LEAST_CHUNKS) -> int:
+    """Return how many programs share out the chunks of all tiles, of at most this many. least:
+    chunks that a program of a part of a tile has at least.
 
     A program of several tiles is good for any number of them. But it may leave two partial sums, so
     if there are enough programs for all tiles, each tile gets the same number of them.
@@ -168,7 +191,7 @@ def num_programs(most: int, num_tiles: int, num_chunks: int) -> int:
     if num_tiles > most:
         return most
     parts = 1
-    while 2 * parts * num_tiles <= most and 2 * parts * LEAST_CHUNKS <= num_chunks:
+    while 2 * parts * num_tiles <= most and 2 * parts * least <= num_chunks:
         parts *= 2
     return parts * num_tiles
 
@@ -216,5 +239,30 @@ def multiply(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         maxnreg=tile.most_registers,
+    )
+    return out
+
+
+def multiply_in_cuda(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, tile: CudaTile
+) -> torch.Tensor:
+    """Multiply as product() does, with a given tile and without its checks. The tile must have as
+    many rows as x."""
+    out = x.new_empty(len(x), weight.num_columns)
+    if not out.numel():
+        return out
+    num_tiles = triton.cdiv(weight.num_columns, tile.columns)
+    most = tile.programs * num_multiprocessors(x.device)
+    programs = num_programs(most, num_tiles, len(weight.words), LEAST_CUDA_CHUNKS)
+    cuda_int4_products.multiply(
+        cuda_int4_products.aligned(x),
+        weight.words,
+        weight.affine,
+        bias,
+        out,
+        x.new_empty((2 * programs, tile.columns * tile.rows), dtype=torch.float32),
+        weight.arrived,
+        tile,
+        programs,
     )
     return out

@@ -22,6 +22,7 @@ from kvspec_kernels.jit.cuda_attention import (
     tail_heads,
 )
 from kvspec_kernels.jit.cuda_encode import EncodeShape, encode_defines
+from kvspec_kernels.jit.cuda_int4_products import product_defines
 from kvspec_kernels.jit.cuda_scores import score_defines
 from kvspec_kernels.jit.cuda_scores import shared_bytes as score_bytes
 from kvspec_kernels.jit.cuda_verify import (
@@ -31,6 +32,7 @@ from kvspec_kernels.jit.cuda_verify import (
     verify_kernel,
 )
 from kvspec_kernels.ops import read_host
+from kvspec_kernels.ops.int4_products import CUDA_TILES
 
 ARCHITECTURE = "sm_90a"
 CODECS = (Log4Settings, Uniform4Settings)
@@ -242,6 +244,12 @@ def test_encoding_compiles(codec, page_size, head_dim, target, dtype):
 def test_a_source_that_does_not_compile_says_why():
     with pytest.raises(nvrtc.CudaError, match=r"(?s)draft_attention.cu did not compile.*HEAD_DIM"):
         nvrtc.compile_cubin("draft_attention.cu", (), ARCHITECTURE)
+
+
+@pytest.mark.parametrize("tile", CUDA_TILES, ids=str)
+def test_products_in_4_bits_compile(tile):
+    assert compiled("int4_product.cu", product_defines(tile)).code
+    assert tile.programs * (tile.shared_bytes + 2048 + BLOCK_RESERVED) <= MULTIPROCESSOR_SHARED
 
 
 def test_reading_of_host_memory_compiles():

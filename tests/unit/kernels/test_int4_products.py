@@ -8,16 +8,20 @@ from math import prod
 import pytest
 import torch
 
+from kvspec_kernels.jit.cuda_int4_products import CudaTile, aligned
 from kvspec_kernels.ops import int4_products
 from kvspec_kernels.ops.int4_products import (
     CHUNK,
+    CUDA_TILES,
     MOST_ROWS,
     TILES,
     Tile,
     bytes_of,
+    choose_cuda_tile,
     choose_tile,
     empty,
     multiply,
+    multiply_in_cuda,
     num_programs,
     product,
     repacked,
@@ -119,6 +123,56 @@ def test_vocabularies_of_many_tiles_equal_the_reference(tile, device, monkeypatc
         assert not packed.arrived.any()
 
 
+def cuda_name_of(tile: CudaTile) -> str:
+    return f"{tile.rows}x{tile.columns}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [1, 3, 7, 9, 100])
+@pytest.mark.parametrize("num_columns", [2, 130, 136])
+@pytest.mark.parametrize("tile", CUDA_TILES, ids=cuda_name_of)
+def test_every_cuda_tile_equals_the_reference(tile, num_columns, programs, device, monkeypatch):
+    monkeypatch.setattr(int4_products, "num_programs", lambda most, *sizes: min(most, prod(sizes)))
+    monkeypatch.setattr(int4_products, "num_multiprocessors", lambda device: programs)
+    for num_rows in (1, tile.rows - 3, tile.rows):
+        x, weight, bias = draw(num_rows, num_columns, 3 * CHUNK + 72, device)
+        packed = repacked(weight)
+        for added in (None, bias):
+            out = multiply_in_cuda(x, packed, added, replace(tile, programs=1))
+            assert_product(out, x, weight, added, decoded=False)
+        assert not packed.arrived.any()
+
+
+@pytest.mark.gpu
+def test_few_rows_run_in_cuda(device):
+    x, _, _ = draw(17, 40, 136, device)
+    assert choose_cuda_tile(x[:1], 40) == CUDA_TILES[0]
+    assert choose_cuda_tile(x[:9], 40) == CUDA_TILES[1]
+    # More rows, odd columns, inputs that are no multiple of 8, another dtype.
+    for rows, num_columns in ((x, 40), (x[:1], 41), (x[:1, :100], 40), (x[:1].half(), 40)):
+        assert choose_cuda_tile(rows, num_columns) is None
+
+
+def test_other_devices_run_in_triton():
+    x, _, _ = draw(1, 40, 136, "cpu")
+    assert choose_cuda_tile(x, 40) is None
+
+
+def test_rows_are_copied_where_they_lie_between_16_bytes():
+    whole = torch.zeros(4, 137, dtype=BF16)
+    for x in (
+        whole[:, :136],
+        whole.view(-1)[1:545].view(4, 136),
+        torch.zeros(136, 4, dtype=BF16).t(),
+    ):
+        copy = aligned(x)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
+        assert torch.equal(copy, x)
+    kept = torch.zeros(4, 136, dtype=BF16)
+    assert aligned(kept) is kept
+
+
 @pytest.mark.parametrize(
     ("num_tiles", "num_chunks", "programs"),
     [
@@ -155,6 +209,10 @@ def test_scaled_sums_are_as_precise_as_fp32(device):
     tile = next(tile for tile in TILES if not tile.decoded)
     out = multiply(x, repacked(twice), None, tile)
     assert_product(out, x, twice, decoded=False)
+    cuda_tile = choose_cuda_tile(x, 64)
+    if cuda_tile is not None:
+        out = multiply_in_cuda(x, repacked(twice), None, cuda_tile)
+        assert_product(out, x, twice, decoded=False)
 
 
 @pytest.mark.parametrize("part", ["scale", "zero", "codes"])
