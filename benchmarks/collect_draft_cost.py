@@ -2,13 +2,16 @@
 
     python benchmarks/collect_draft_cost.py --products int4_products.json \\
         --acceptance eval31m_16k=views_eval31m_16k_w4.json:views_eval31m_16k.json \\
-        --serving w4_serving.json --ngram ngram_gpu.json --answers gpu_tests_int4_weights.json
+        --serving w4_serving.json --saturated w4_saturated_serving.json \\
+        --ngram ngram_gpu.json --answers gpu_tests_int4_weights.json
 
 Each part was written by its own script: bench_int4_products.py, bench_views.py, bench_serving.py,
 bench_ngram_gpu.py, or with --gpu-report by tests/gpu_server. Paths are relative to
 benchmarks/results. --acceptance names a place and two parts: drafts with weights in 4 bits, and
-with the model's own. Answers of several parts are counted together. `settings.parts` says where,
-when and at which commit each part was measured.
+with the model's own. w4.accept.vs_target_weights is that of the first place, with drafts that read
+all pages. Parts of --saturated ran as many requests as fit, those of --serving did not. Answers of
+several parts are counted together. `settings.parts` says where, when and at which commit each part
+was measured.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +34,10 @@ VS_BASELINE = f".vs_{BASELINE}"
 # Figures of a system at a point that are collected besides its ratio.
 OF_SYSTEM = (".decode.tokens_per_s", ".draft_iter_ms", ".accepted", ".drafted")
 START = ".start_seconds"
+SATURATION = ".saturation."
 ACCEPTED = ".mean_of_16"
+VS_TARGET_WEIGHTS = ".vs_target_weights"
+MAIN_ACCEPTANCE = "w4.accept.vs_target_weights"
 ANSWERS = ("answers", "mismatches")
 
 Rows = Sequence[Mapping[str, Any]]
@@ -41,6 +48,7 @@ def main() -> None:
     parser.add_argument("--products", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--acceptance", nargs="*", default=[], metavar="PLACE=4_BITS:OWN")
     parser.add_argument("--serving", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--saturated", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--ngram", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--answers", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--out", type=Path, default=RESULTS / "draft_cost.json")
@@ -58,9 +66,16 @@ def main() -> None:
     for text in args.acceptance:
         place, _, files = text.partition("=")
         copies, own = files.split(":")
-        figures += acceptance_figures(place, part(copies), part(own))
-    for name in args.serving:
-        figures += serving_figures(part(name))
+        found = acceptance_figures(place, part(copies), part(own))
+        ratios = {figure.name: figure for figure in found}
+        main = ratios.get(f"w4.accept.{place}.all{VS_TARGET_WEIGHTS}")
+        if main is not None and all(figure.name != MAIN_ACCEPTANCE for figure in figures):
+            figures.append(replace(main, name=MAIN_ACCEPTANCE))
+        figures += found
+    for names, is_saturated in ((args.serving, False), (args.saturated, True)):
+        for name in names:
+            rows = [row for row in part(name) if (SATURATION in row["name"]) == is_saturated]
+            figures += serving_figures(rows)
     for name in args.ngram:
         figures += [figure_of(row, row["name"]) for row in part(name)]
     figures += answers_figures(row for name in args.answers for row in part(name))
@@ -68,16 +83,16 @@ def main() -> None:
 
 
 def acceptance_figures(place: str, copies: Rows, own: Rows) -> list[Figure]:
-    """Return the accepted drafts of each view with weights in 4 bits, and their ratio to those
-    with the model's own weights. place: name of the model and the context length."""
+    """Return the accepted drafts of each view of both parts with weights in 4 bits, and their ratio
+    to those with the model's own weights. place: name of the model and the context length."""
     accepted = {row["name"]: row for row in own}
     figures = []
     for row in copies:
-        if row["name"].endswith(ACCEPTED):
+        if row["name"].endswith(ACCEPTED) and row["name"] in accepted:
             view = row["name"].removesuffix(ACCEPTED).removeprefix("views.")
             name = f"w4.accept.{place}.{view}"
             base = accepted[row["name"]]["value"]
-            ratio = Figure(f"{name}.vs_target_weights", row["value"] / base, "x", None, base)
+            ratio = Figure(f"{name}{VS_TARGET_WEIGHTS}", row["value"] / base, "x", None, base)
             figures += [figure_of(row, f"{name}{ACCEPTED}"), ratio]
     return figures
 
@@ -98,7 +113,7 @@ def serving_figures(rows: Rows) -> list[Figure]:
             figures.append(figure_of(row, f"cheap.{place}{rest}"))
         same = values.get(place + rest)
         if same is not None and rest == OF_SYSTEM[0]:
-            figures.append(_ratio(f"cheap.{place}.vs_target_weights", row, same))
+            figures.append(_ratio(f"cheap.{place}{VS_TARGET_WEIGHTS}", row, same))
         elif same is not None and rest == START:
             extra.append(row["value"] - same["value"])
     if extra:

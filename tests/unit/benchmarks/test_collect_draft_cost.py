@@ -44,7 +44,7 @@ def test_serving_is_compared_with_plain_sglang_and_with_no_copies(collect, tmp_p
         "serve.8b.4k.bs4.exact-w4.start_seconds": (99.0, None),
     }
     write(tmp_path, "serving.json", measured)
-    result, figures = collect("--serving", "serving.json")
+    result, figures = collect("--serving", "serving.json", "--saturated", "serving.json")
     assert figures["cheap.8b.32k.bs1.exact"]["value"] == 1.6
     assert figures["cheap.8b.32k.saturated.int8"]["value"] == 4.1
     ratio = figures["cheap.8b.32k.bs1.exact.vs_target_weights"]
@@ -56,14 +56,29 @@ def test_serving_is_compared_with_plain_sglang_and_with_no_copies(collect, tmp_p
     assert result["settings"]["parts"]["serving.json"]["commit"] == "abc"
 
 
+def test_a_run_of_few_requests_does_not_count_as_saturated(collect, tmp_path):
+    names = ("serve.8b.32k.bs16.int8-w4.vs_bf16", "serve.8b.32k.saturation.int8-w4.vs_bf16")
+    write(tmp_path, "serving.json", {name: (2.8, None) for name in names})
+    _, figures = collect("--serving", "serving.json")
+    assert [name for name in figures if name.startswith("cheap.")] == ["cheap.8b.32k.bs16.int8"]
+
+
 def test_acceptance_is_a_share_of_that_of_the_models_own_weights(collect, tmp_path):
-    write(tmp_path, "copies.json", {"views.pages.0.1.4.mean_of_16": (12.0, 0.3)})
+    copies = {
+        "views.all.mean_of_16": (15.2, 0.2),
+        "views.pages.0.1.4.mean_of_16": (12.0, 0.3),
+        # The other part has no such view.
+        "views.pages.0.1.mean_of_16": (12.0, 0.3),
+    }
+    write(tmp_path, "copies.json", copies)
     own = {"views.all.mean_of_16": (16.0, 0.1), "views.pages.0.1.4.mean_of_16": (15.0, 0.1)}
     write(tmp_path, "own.json", own)
     _, figures = collect("--acceptance", "eval31m_16k=copies.json:own.json")
     name = "w4.accept.eval31m_16k.pages.0.1.4"
     assert figures[f"{name}.vs_target_weights"]["value"] == 0.8
     assert figures[f"{name}.mean_of_16"]["spread"] == 0.3
+    assert figures["w4.accept.vs_target_weights"]["value"] == pytest.approx(0.95)
+    assert "w4.accept.eval31m_16k.pages.0.1.mean_of_16" not in figures
 
 
 def test_answers_of_all_parts_are_counted_together(collect, tmp_path):
