@@ -18,7 +18,7 @@ ROW_COST = 0.1
 WAITED_STEP = 1.3
 # Kept and rejected proposals that a request is assumed to have had, for each length of a match.
 PRIOR = (1.0, 1.0)
-# Tokens of outputs that all requests share: 42 MB at most.
+# Tokens of outputs that all requests share.
 MOST_SHARED = 131_072
 # New tokens of an output that are shared at once.
 SHARED_CHUNK = 16
