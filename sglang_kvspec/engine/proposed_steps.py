@@ -71,6 +71,10 @@ class ProposedSteps:
             for counts in (self._counts, states[i].draft_counts):
                 counts.observe_step(len(proposal.tokens), num_kept)
 
+    def note_times(self, name: str, times_ms: dict[str, float]) -> None:
+        """Note the expected times of steps, for operators. name: of the kind of batch."""
+        self._counts.step_ms[name] = times_ms
+
     def observe_ordinary(self, batch: RoundBatch, lens: Sequence[int]) -> None:
         """Count lens[i] steps of request i without proposals."""
         for state, steps in zip(batch.states, lens, strict=True):

@@ -76,8 +76,10 @@ class _Moment:
 @dataclass(slots=True)
 class _LastRound:
     """Round whose times are yet to be learned from. rids: requests that drafted. num_steps:
-    ordinary steps, 0 where the CPU waited for the last step. begin_s, end_s: of draft()."""
+    ordinary steps, 0 where the CPU waited for the last step. begin_s, end_s: of draft(). name: of
+    the kind of batch."""
 
+    name: str
     clock: StepClock
     rids: list[str]
     num_steps: int
@@ -124,7 +126,8 @@ class SelectiveDrafter:
         self._observe_last(rids, begin_s)
         if not clock.wide:
             return self._ordinary.draft(batch, lens)
-        last = _LastRound(clock, rids, 0, begin_s, begin_s)
+        name = f"{len(drafting)}{'' if batch.is_greedy else ' sampled'}"
+        last = _LastRound(name, clock, rids, 0, begin_s, begin_s)
         if self._may_pay:
             made = self._draft_proposed(batch, lens, last)
         else:
@@ -151,6 +154,7 @@ class SelectiveDrafter:
             last.clock.observe_ordinary(last.num_steps, steps_s, round_s)
         elif follows:
             last.clock.observe_waited_rest(now_s - last.end_s)
+        self._proposed.note_times(last.name, last.clock.report_ms())
 
     def _draft_ordinary(
         self, batch: RoundBatch, lens: Sequence[int], last: _LastRound

@@ -1,4 +1,4 @@
-"""Choice of the next draft step of a batch: with proposals, without, or none, by tokens a second."""
+"""Choice of a batch's next draft step, with or without proposals, by expected tokens a second."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Drafting:
 
     def tokens(self, drafts: float) -> float:
         """Return the tokens that a verification of so many drafts is expected to emit."""
-        return (1 - self.acceptance ** (drafts + 1)) / (1 - self.acceptance)
+        return float(1 - self.acceptance ** (drafts + 1)) / (1 - self.acceptance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ def choose_step(
         for width, step_s in times.wide.items():
             gains = [each.gain(width) for each in requests]
             rates[width] = max(
-                rate(drafts, seconds)
-                for drafts, seconds in _ways(requests, gains, step_s, times)
+                rate(drafts, seconds) for drafts, seconds in _ways(requests, gains, step_s, times)
             )
     # Of equal choices, the first: ordinary steps.
     return max(rates, key=lambda choice: rates[choice])

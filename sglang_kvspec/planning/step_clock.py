@@ -8,14 +8,14 @@ from sglang_kvspec.planning.proposal_choice import StepTimes
 
 # Weight of the newest measurement in a running mean.
 WEIGHT = 0.2
-# A measurement counts as these multiples at most: of the mean, and the first one of the first value.
-# A pause of the CPU is no price.
+# A measurement counts as these multiples of the mean at most, the first one of the first value: a
+# pause of the CPU is no price.
 MOST_OF_MEAN, MOST_OF_FIRST = 2.0, 8.0
 # Nothing takes less, in seconds.
 LEAST_S = 1e-6
 # Rate at which prices go back to their first values while no step with proposals is taken. A price
-# that a disturbance raised must not stop proposals for good. Where the measured price is right, going
-# back costs at most about this share of the tokens a second.
+# that a disturbance raised must not stop proposals for good. Where the measured price is right, the
+# rate is about the share of tokens a second that this costs at most.
 FADE = 0.005
 # First values, in seconds: what the CPU does for a step with proposals, for the start of steps, and
 # for a round besides its draft steps, also where its work overlaps with no drafts.
@@ -74,6 +74,14 @@ class StepClock:
         """Note a round whose proposals were not worth their price."""
         for mean in (self.lag, *self.wide.values()):
             mean.fade()
+
+    def report_ms(self) -> dict[str, float]:
+        """Return what steps are expected to take, in ms, for operators."""
+        times = self.times()
+        wide = {f"wide_{width}": seconds for width, seconds in times.wide.items()}
+        named = {"ordinary": times.ordinary, **wide, "load": times.load, "rest": times.rest}
+        named["waited_rest"] = times.waited_rest
+        return {name: seconds * 1e3 for name, seconds in named.items()}
 
     def times(self) -> StepTimes:
         """Return what steps are expected to take."""

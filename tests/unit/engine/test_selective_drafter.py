@@ -1,4 +1,4 @@
-"""Steps with proposals are taken where they pay; elsewhere rounds are those of the other drafter."""
+"""Steps with proposals are taken where they pay. Other rounds are those of the given drafter."""
 
 from __future__ import annotations
 
@@ -152,6 +152,10 @@ def test_text_that_repeats_takes_fewer_steps_where_these_are_cheap(serve):
     assert states[0].output == expected
     assert counts.steps + counts.kept >= len(expected) * 0.9
     assert counts.kept > 5 * counts.steps / 2
+    assert 0 < counts.proposing <= counts.steps
+    times_ms = counts.step_ms["1"]
+    assert times_ms["wide_16"] == pytest.approx(1.4, rel=0.01)
+    assert times_ms["waited_rest"] == pytest.approx((REST_S + machine.lag_s) * 1e3, rel=0.05)
     own = (DRAFT_LEN + 1) / (DRAFT_LEN * ORDINARY_S + REST_S)
     assert tokens_per_s(machine, states) > 1.5 * own
 
@@ -165,7 +169,7 @@ def test_dear_steps_are_given_up(serve):
 
 
 def test_text_without_matches_is_drafted_as_by_the_other_drafter(serve):
-    machine, states, counts = serve(["new"], CHEAP, rounds=10)
+    machine, _, counts = serve(["new"], CHEAP, rounds=10)
     assert machine.kinds == ["ordinary"] * 10
     assert machine.time_s == pytest.approx(10 * (DRAFT_LEN * ORDINARY_S + REST_S))
     assert counts.steps == 10 * DRAFT_LEN

@@ -288,9 +288,7 @@ class Engine:
             return NgramDrafter(proposed)
         seconds = StepSeconds(1e-3, lambda num_requests: {4: 1e-3, 16: 2e-3})
         device = torch.device("cpu")
-        return SelectiveDrafter(
-            proposed, own, seconds, ranks, device, always=True, now=lambda: 0.0
-        )
+        return SelectiveDrafter(proposed, own, seconds, ranks, device, always=True, now=lambda: 0.0)
 
     def _scheduler(self, parts: SchedulerParts) -> VerifyScheduler:
         return StaggeredScheduler(parts)
