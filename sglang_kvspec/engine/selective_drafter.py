@@ -125,14 +125,13 @@ class SelectiveDrafter:
         rids = [batch.states[i].rid for i in drafting]
         self._observe_last(rids, begin_s)
         if not clock.wide:
+            self._proposed.observe_ordinary(batch, lens)
             return self._ordinary.draft(batch, lens)
         name = f"{len(drafting)}{'' if batch.is_greedy else ' sampled'}"
         last = _LastRound(name, clock, rids, 0, begin_s, begin_s)
         if self._may_pay:
-            made = self._draft_proposed(batch, lens, last)
-        else:
-            made = self._draft_ordinary(batch, lens, last)
-        return made
+            return self._draft_proposed(batch, lens, last)
+        return self._draft_ordinary(batch, lens, last)
 
     def _clock(self, num_requests: int, *, is_greedy: bool) -> StepClock:
         key = (num_requests, is_greedy)

@@ -185,6 +185,13 @@ def test_a_request_without_matches_does_not_keep_others_from_theirs(serve):
     assert len(states[3].output) > 40
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_a_batch_without_room_takes_ordinary_steps(serve, always):
+    machine, _, counts = serve(["a", "b"], {}, rounds=5, always=always)
+    assert machine.kinds == ["ordinary"] * 5
+    assert counts.steps == 2 * 5 * DRAFT_LEN
+
+
 def test_proposals_may_be_forced(serve):
     machine, _, _ = serve(["a"], DEAR, rounds=20, always=True)
     assert machine.kinds.count("ordinary") < 3
