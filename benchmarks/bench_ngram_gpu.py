@@ -11,6 +11,9 @@ second from cached prompts, greedy.
 
 Figures without a model's name are those of the last model, with the first number of requests at
 once. `tokens_per_step` counts all draft steps, also those to which nothing was proposed.
+`proposing_share` is the share of steps to which n-grams proposed tokens, `mean_proposed` how many
+these were. `step_ms` has the times by which the server chose, see docs/guides/monitoring.md. With
+--always, the server proposes wherever n-grams match, so that its choice can be judged.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from tokenizers import Tokenizer
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS, ServerProcess
 
 DRAFTERS = ("self", "ngram")
+COUNTS = ("steps", "proposing", "proposed", "kept")
 KINDS = {"repeating": ("edit", "quote"), "other": ("code", "prose")}
 ASKED = {
     "edit": "Here is a file. Write the same file again, and add a comment to each function.\n\n",
@@ -75,12 +79,17 @@ console = Console(width=110)
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of a server over its prompts. tokens: of each answer. drafts_per_step: None with
-    the drafter self."""
+    """One pass of a server over its prompts. tokens: of each answer. counts: of proposals in this
+    pass. step_ms: times that the server expected afterwards, by the number of requests."""
 
     tokens_per_s: float
     tokens: list[list[int]]
-    drafts_per_step: float | None
+    counts: dict[str, int]
+    step_ms: dict[str, dict[str, float]]
+
+    def ratio(self, name: str, over: str) -> float | None:
+        """Return the ratio of two counts, None where the latter is 0."""
+        return self.counts[name] / self.counts[over] if self.counts[over] else None
 
 
 @dataclass(slots=True)
@@ -104,14 +113,7 @@ class Measured:
         spread = (max(ratios) - min(ratios)) / 2
         name = f"ngram.vs_self.{self.kind}"
         found = [(name, Figure(f"{name}.{place}", median(ratios), unit, spread, 1.0))]
-        steps = [ours.drafts_per_step for _, ours in pairs if ours.drafts_per_step is not None]
-        if steps:
-            name = "ngram.tokens_per_step"
-            if self.kind != "repeating":
-                name = f"{name}.{self.kind}"
-            half = (max(steps) - min(steps)) / 2
-            drafts = Figure(f"{name}.{place}", median(steps), "drafts of a step", half, 1.0)
-            found.append((name, drafts))
+        found += self._counted([ours for _, ours in pairs], place)
         figures = [figure for _, figure in found]
         if is_main:
             figures += [Figure(n, f.value, f.unit, f.spread, f.baseline) for n, f in found]
@@ -120,8 +122,30 @@ class Measured:
             a != b for own, ours in pairs for a, b in zip(own.tokens, ours.tokens, strict=True)
         )
         count = sum(len(own.tokens) for own, _ in pairs)
+        times_ms = pairs[-1][1].step_ms.get(str(self.concurrency), {})
+        figures += [
+            Figure(f"ngram.step_ms.{each}.{self.kind}.{place}", ms, "ms")
+            for each, ms in times_ms.items()
+        ]
         name = f"ngram.mismatches.{self.kind}.{place}"
         return [*figures, of_self, Figure(name, differ, f"of {count} answers", None, 0)]
+
+    def _counted(self, passes: Sequence[Pass], place: str) -> list[tuple[str, Figure]]:
+        """Return the figures of draft steps, by their names without a model."""
+        found = []
+        for name, count, over, plus, unit, baseline in (
+            ("tokens_per_step", "kept", "steps", 1.0, "drafts of a step", 1.0),
+            ("proposing_share", "proposing", "steps", 0.0, "of all draft steps", None),
+            ("mean_proposed", "proposed", "proposing", 0.0, "tokens, where any", None),
+        ):
+            ratios = [each.ratio(count, over) for each in passes]
+            values = [plus + ratio for ratio in ratios if ratio is not None]
+            if not values:
+                continue
+            full = f"ngram.{name}" if self.kind == "repeating" else f"ngram.{name}.{self.kind}"
+            half = (max(values) - min(values)) / 2
+            found.append((full, Figure(f"{full}.{place}", median(values), unit, half, baseline)))
+        return found
 
 
 class Server(ServerProcess):
@@ -132,8 +156,8 @@ class Server(ServerProcess):
         reply.raise_for_status()
         return dict(reply.json())
 
-    def counts(self) -> dict[str, int]:
-        """Return the counts of proposals so far."""
+    def ngram_report(self) -> dict[str, Any]:
+        """Return the counts of proposals so far, and times of steps."""
         reply = requests.get(f"{self.base_url}/server_info", timeout=REQUEST_TIMEOUT_S)
         reply.raise_for_status()
         return dict(kvspec_of(reply.json())["ngram"])
@@ -141,17 +165,16 @@ class Server(ServerProcess):
     def answer(self, prompts: Sequence[list[int]], new_tokens: int, concurrency: int) -> Pass:
         """Answer all prompts, with so many requests at a time."""
         params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        before = self.counts()
+        before = self.ngram_report()
         begin = time.perf_counter()
         with ThreadPoolExecutor(concurrency) as pool:
             bodies = [{"input_ids": prompt, "sampling_params": params} for prompt in prompts]
             answers = list(pool.map(self.post, bodies))
         seconds = time.perf_counter() - begin
         tokens = [list(answer["output_ids"]) for answer in answers]
-        after = self.counts()
-        steps, kept = (after[name] - before[name] for name in ("steps", "kept"))
-        drafts = 1 + kept / steps if steps else None
-        return Pass(sum(map(len, tokens)) / seconds, tokens, drafts)
+        after = self.ngram_report()
+        counts = {name: after[name] - before[name] for name in COUNTS}
+        return Pass(sum(map(len, tokens)) / seconds, tokens, counts, after["step_ms"])
 
 
 def main() -> None:
@@ -223,6 +246,7 @@ def write(args: argparse.Namespace, results: Sequence[Measured]) -> list[Figure]
         "prompt_tokens": args.length,
         "new_tokens": args.new_tokens,
         "draft_len": args.draft_len,
+        "always": args.always,
         "requests_at_once": args.concurrency,
         "pairs": args.pairs,
         "kinds": KINDS,
@@ -245,6 +269,7 @@ def arguments_of(model: Path, drafter: str, args: argparse.Namespace) -> list[st
         "--kvspec",
         f"--kvspec-draft-len={args.draft_len}",
         f"--kvspec-drafter={drafter}",
+        *(["--kvspec-ngram-always=true"] if args.always and drafter == "ngram" else []),
         f"--page-size={PAGE}",
         f"--max-running-requests={most}",
         f"--max-total-tokens={-(-pool_tokens // PAGE) * PAGE}",
@@ -280,6 +305,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--concurrency", type=int, nargs="+", default=[1, 4], help="requests at a time")
     add("--pairs", type=int, default=5)
     add("--time-limit", type=float, default=150.0, help="seconds after which no pass begins")
+    add("--always", action="store_true", help="propose also where that does not pay")
     add("--cpu", action="store_true", help="run the servers on this machine's CPU")
     add("--logs", type=Path, default=ROOT / ".kvspec" / "ngram_gpu", help="folder for logs")
     add("--commit", help="commit to record (default: what git reports)")

@@ -39,9 +39,10 @@ from sglang_kvspec.engine.ports import (
     ModelForward,
     SchedulerParts,
     VerifyScheduler,
-    WideSteps,
 )
+from sglang_kvspec.engine.proposed_steps import ProposedSteps
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
+from sglang_kvspec.engine.selective_drafter import SelectiveDrafter, StepSeconds
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.kv.cache import PagedKVCache
@@ -309,19 +310,23 @@ def _drafter(parts: WorkerParts, own: EagerDrafter | CudaGraphDrafter) -> Drafte
 
 
 def _ngram_drafter(parts: WorkerParts, own: EagerDrafter | CudaGraphDrafter) -> Drafter:
-    steps: WideSteps
-    ordinary = None
-    if isinstance(own, CudaGraphDrafter):
-        if own.wide is None:
-            # The server does not draft.
-            return own
-        steps, ordinary = CapturedWideSteps(own, own.wide), own
-    else:
-        page_size = parts.kv.geometry.page_size
-        steps = EagerWideSteps(_draft_forward(parts), page_size, parts.view)
     shared = SharedNgrams() if parts.config.ngram_shared else None
     given = (parts.sampler, parts.ranks, parts.counters.drafts, shared)
-    return NgramDrafter(steps, *given, ordinary)
+    if not isinstance(own, CudaGraphDrafter):
+        page_size = parts.kv.geometry.page_size
+        steps = EagerWideSteps(_draft_forward(parts), page_size, parts.view)
+        return NgramDrafter(ProposedSteps(steps, *given))
+    if own.wide is None:
+        # The server does not draft.
+        return own
+    return SelectiveDrafter(
+        ProposedSteps(CapturedWideSteps(own, own.wide), *given),
+        own,
+        StepSeconds(own.empty_draft_step_s, own.wide.empty_step_s),
+        parts.ranks,
+        torch.device(parts.kv.device),
+        always=parts.config.ngram_always,
+    )
 
 
 def _scheduler_parts(

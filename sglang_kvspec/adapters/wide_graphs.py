@@ -10,7 +10,7 @@ import torch
 from sglang_kvspec.adapters.compat.parallel_state import graph_capture
 from sglang_kvspec.adapters.draft_weights import DraftWeights
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
-from sglang_kvspec.adapters.step_graphs import WARM_UPS, weights_for
+from sglang_kvspec.adapters.step_graphs import TIMED_STEPS, WARM_UPS, weights_for
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.step_attention import StepAttention
@@ -54,17 +54,32 @@ class WideGraphs:
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         # A graph holds addresses only: the tensors there must live as long as the graph.
         self._steps: list[StepAttention] = []
+        # Seconds of a step of requests without context, by size.
+        self._empty_s: dict[tuple[int, int], float] = {}
         begin = time.perf_counter()
         with graph_capture() as context:
             # Large graphs first: small ones then fit in their memory.
             for size in reversed(self.sizes):
                 self._capture(size, context.stream)
         self.rows.clear()
+        self._empty_s = {size: self._time(self._graphs[size]) for size in self.sizes}
+        smallest, largest = self.sizes[0], self.sizes[-1]
         logger.info(
-            "KVSpec: captured draft steps of several tokens for %d sizes in %.1f s",
+            "KVSpec: captured draft steps of several tokens for %d sizes in %.1f s; without "
+            "context, %d requests of %d tokens take %.2f ms and %d of %d take %.2f ms",
             len(self.sizes),
             time.perf_counter() - begin,
+            *smallest,
+            self._empty_s[smallest] * 1e3,
+            *largest,
+            self._empty_s[largest] * 1e3,
         )
+
+    def empty_step_s(self, num_requests: int) -> dict[int, float]:
+        """Return the seconds of a step of so many requests without context, by the tokens of each;
+        empty where no graph has room."""
+        widths = {n for batch, n in self.sizes if batch >= num_requests}
+        return {n: self._empty_s[self._size(num_requests, n)] for n in sorted(widths)}
 
     def most_tokens(self, num_requests: int) -> int:
         """Return how many tokens of each of so many requests a step can run at most; 1 where no
@@ -87,6 +102,17 @@ class WideGraphs:
     def _size(self, num_requests: int, num_tokens: int) -> tuple[int, int]:
         fits = (s for s in self.sizes if s[0] >= num_requests and s[1] >= num_tokens)
         return min(fits, key=lambda size: (size[1], size[0]))
+
+    def _time(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Return the seconds of a step, the least of TIMED_STEPS. The rows must be clear."""
+        seconds = []
+        for _ in range(TIMED_STEPS):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            graph.replay()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        return min(seconds)
 
     def _capture(self, size: tuple[int, int], stream: torch.cuda.Stream) -> None:
         batch, num_rows = size

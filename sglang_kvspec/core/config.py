@@ -81,6 +81,7 @@ class KVSpecConfig:
     residual_hbm_fraction: float = DEFAULTS["residual_hbm_fraction"]
     schedule: str = DEFAULTS["schedule"]
     drafter: str = DEFAULTS["drafter"]
+    ngram_always: bool = DEFAULTS["ngram_always"]
     ngram_shared: bool = DEFAULTS["ngram_shared"]
     draft_weights: str = DEFAULTS["draft_weights"]
     draft_view: str = DEFAULTS["draft_view"]

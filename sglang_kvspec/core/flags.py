@@ -208,6 +208,21 @@ FLAGS: tuple[Flag, ...] = (
         ),
     ),
     Flag(
+        "ngram_always",
+        Switch(),
+        default=False,
+        help="on a GPU, propose wherever n-grams match, also where the server expects fewer "
+        "tokens/s from that",
+        needs=(
+            Need(
+                drafts_with_ngrams,
+                "{flag} {value} has no effect with --kvspec-drafter {config.drafter} (allowed: "
+                "ngram)",
+                note="needs `--kvspec-drafter ngram`",
+            ),
+        ),
+    ),
+    Flag(
         "ngram_shared",
         Switch(),
         default=False,

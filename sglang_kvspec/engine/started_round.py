@@ -65,6 +65,11 @@ class StartedRound:
         return [i for i in planned if i not in self.late and i not in self.held]
 
     @property
+    def unseen_lens(self) -> list[int]:
+        """Drafts of each request that only the device knows."""
+        return [0] * len(self.states) if self.made is None else list(self.made.lens)
+
+    @property
     def is_idle(self) -> bool:
         """Return True if no request drafts in the round, and none can verify."""
         return not self.is_plain and not any(self.lens) and not self.verify

@@ -72,11 +72,10 @@ class RoundStarter:
     def _draft(self, batch: RoundBatch, started: StartedRound) -> None:
         before = [len(state.drafts) for state in batch.states]
         started.made = self.drafter.draft(batch, started.lens)
-        if started.made is None:
-            # A drafter may have found fewer tokens than it was asked for.
-            pairs = zip(batch.states, before, strict=True)
-            started.lens = [len(state.drafts) - count for state, count in pairs]
-            started.num_steps = max(started.lens)
+        # A drafter may have found fewer tokens than it was asked for, and appended some of them.
+        triples = zip(batch.states, before, started.unseen_lens, strict=True)
+        started.lens = [len(state.drafts) - count + unseen for state, count, unseen in triples]
+        started.num_steps = max(started.lens)
 
     def plan(self, batch: RoundBatch, lens: Sequence[int], schedule: RoundSchedule) -> RoundPlan:
         """Decide which requests verify, and start to move pages for them."""

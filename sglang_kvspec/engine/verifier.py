@@ -74,9 +74,8 @@ class Verifier:
         verified, and when that was enqueued."""
         states = batch.states
         made = started.made
-        num_drafts = [len(state.drafts) for state in states]
-        if made is not None:
-            num_drafts = [n + more for n, more in zip(num_drafts, started.lens, strict=True)]
+        pairs = zip(states, started.unseen_lens, strict=True)
+        num_drafts = [len(state.drafts) + unseen for state, unseen in pairs]
         rows = {
             i: self._verify_row(states[i], num_drafts[i], batch.pages[i]) for i in started.verify
         }

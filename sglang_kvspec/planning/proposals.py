@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from sglang_kvspec.planning.draft_length import AcceptanceEstimate, expected_tokens
 from sglang_kvspec.planning.ngram_index import LONGEST, SEPARATOR, NgramIndex
@@ -13,12 +14,9 @@ MOST_PROPOSED = 16
 # Cost of one more token in a draft step, relative to a step of one token: on a CPU 0.05 for a model
 # of 5M parameters and 0.11 for one of 31M (docs/benchmarks/log.md).
 ROW_COST = 0.1
-# Cost of a draft step whose tokens the CPU reads before the next one, relative to a step that it
-# does not wait for. An estimate: the device waits while the CPU reads, proposes and sends tokens.
-WAITED_STEP = 1.3
 # Kept and rejected proposals that a request is assumed to have had, for each length of a match.
 PRIOR = (1.0, 1.0)
-# Tokens of outputs that all requests share: 42 MB at most.
+# Tokens of outputs that all requests share.
 MOST_SHARED = 131_072
 # New tokens of an output that are shared at once.
 SHARED_CHUNK = 16
@@ -36,12 +34,10 @@ def proposal_len(probability: float, most: int) -> int:
     return max(range(most + 1), key=rate)
 
 
-def saves_time(lens: Sequence[int], expected: Sequence[float], cost: float) -> bool:
-    """Return True if steps with proposals make drafts sooner than steps of one draft each. Requests
-    draft together, so that the one with the most steps decides. lens: drafts to make. expected:
-    drafts of a step with proposals. cost: of a step with proposals, relative to one without."""
-    steps = max(n / gain for n, gain in zip(lens, expected, strict=True))
-    return cost * steps < max(lens)
+def num_equal(proposed: Sequence[int], made: Sequence[int]) -> int:
+    """Return how many of the first proposed tokens equal those that were made."""
+    pairs = enumerate(zip(proposed, made, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(proposed), len(made)))
 
 
 class SharedNgrams:
@@ -59,11 +55,22 @@ class SharedNgrams:
 class Proposal:
     """Tokens that may follow a request's drafts. source: of the match that they come from, which
     estimates of success are kept by: True if recent outputs had it, and its length. None where
-    nothing matched. expected: drafts of the step that the tokens are proposed to."""
+    nothing matched. probability: that a token becomes a draft if those before it do."""
 
     tokens: list[int] = field(default_factory=list)
     source: tuple[bool, int] | None = None
-    expected: float = 1.0
+    probability: float = 0.0
+
+    def first(self, count: int) -> Proposal:
+        """Return the proposal of the first `count` tokens."""
+        return replace(self, tokens=self.tokens[:count])
+
+
+class _Trial(NamedTuple):
+    """Proposal that no step took. start: tokens of output and drafts that it follows."""
+
+    proposal: Proposal
+    start: int
 
 
 class RequestNgrams:
@@ -73,6 +80,7 @@ class RequestNgrams:
         """shared: recent outputs of all requests, None to propose this request's text only."""
         self._index, self._shared, self._num_shared = NgramIndex(), shared, 0
         self._estimates: dict[tuple[bool, int], AcceptanceEstimate] = {}
+        self._trial: _Trial | None = None
 
     def follow(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Add the tokens that are new since the last call. Both texts only grow at their ends. The
@@ -87,9 +95,10 @@ class RequestNgrams:
             self._shared.add(output[max(0, self._num_shared - LONGEST) :])
             self._num_shared = len(output)
 
-    def propose(self, drafts: Sequence[int], most: int) -> Proposal:
-        """Propose up to `most` tokens behind the text and these drafts. The longer of a match in
-        the request's own text and one in recent outputs wins, and its own if both are as long."""
+    def look_up(self, drafts: Sequence[int], most: int = MOST_PROPOSED) -> Proposal:
+        """Return up to `most` tokens that may follow the text and these drafts. The longer of a
+        match in the request's own text and one in recent outputs wins, and its own if both are as
+        long."""
         newest = self._index.newest(drafts)
         match, index, behind = self._index.find(newest), self._index, drafts
         if self._shared is not None:
@@ -99,10 +108,32 @@ class RequestNgrams:
         if match is None:
             return Proposal()
         source = (index is not self._index, match.length)
-        probability = self._estimate(source).probability
-        most = proposal_len(probability, min(most, MOST_PROPOSED))
-        tokens = index.following(match, behind, most)
-        return Proposal(tokens, source, expected_tokens(probability, len(tokens)))
+        tokens = index.following(match, behind, min(most, MOST_PROPOSED))
+        return Proposal(tokens, source, self._estimate(source).probability)
+
+    def propose(self, drafts: Sequence[int], most: int) -> Proposal:
+        """Propose as many of up to `most` tokens as pay on a CPU."""
+        found = self.look_up(drafts, most)
+        return found.first(proposal_len(found.probability, len(found.tokens)))
+
+    def begin_trial(self, proposal: Proposal, drafts: Sequence[int], num_output: int) -> None:
+        """Note a proposal behind an output of num_output tokens and these drafts that no step
+        takes, so that end_trial() can learn from it."""
+        if proposal.tokens:
+            self._trial = _Trial(proposal, num_output + len(drafts))
+
+    def end_trial(self, output: Sequence[int], drafts: Sequence[int]) -> None:
+        """Learn from the noted proposal by the tokens that came in its place. Proposals that cost
+        too much to be tried are judged this way, without a step."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        behind = max(trial.start - len(output), 0)
+        came = [*output[trial.start : trial.start + MOST_PROPOSED], *drafts[behind:]]
+        tokens = trial.proposal.tokens[: len(came)]
+        kept = num_equal(tokens, came)
+        if tokens:
+            self.observe(trial.proposal.first(len(tokens)), kept)
 
     def observe(self, proposal: Proposal, num_kept: int) -> None:
         """Learn from a draft step that kept the first num_kept proposals. A match from which

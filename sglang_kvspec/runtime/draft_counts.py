@@ -15,8 +15,10 @@ class DraftCounts:
     weighed, mass: drafts of which it is known what share of the attention mass they read, and the
     sum of these shares. selection_s: seconds of scores and selections of pages, in rounds that
     verified these drafts. budgets: verifications and their drafts, by the share of pages that the
-    drafts were to read. steps, proposed, kept: draft steps that n-grams may propose to, one for
-    each request in a forward; tokens that they proposed; and those that became drafts.
+    drafts were to read. steps, proposing: draft steps that n-grams may propose to, one for each
+    request in a forward, and those that they did propose to. proposed, kept: tokens that they
+    proposed, and those that became drafts. step_ms: expected times of steps with and without
+    proposals, of all requests only, by the number of requests.
     """
 
     context: int = 0
@@ -26,12 +28,15 @@ class DraftCounts:
     selection_s: float = 0.0
     budgets: dict[float, Counter[str]] = field(default_factory=dict)
     steps: int = 0
+    proposing: int = 0
     proposed: int = 0
     kept: int = 0
+    step_ms: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def observe_step(self, num_proposed: int, num_kept: int) -> None:
         """Count a draft step of one request. It makes num_kept + 1 drafts."""
         self.steps += 1
+        self.proposing += num_proposed > 0
         self.proposed += num_proposed
         self.kept += num_kept
 
@@ -63,6 +68,7 @@ class DraftCounts:
         step, None before the first step."""
         return {
             "steps": self.steps,
+            "proposing": self.proposing,
             "proposed": self.proposed,
             "kept": self.kept,
             "tokens_per_step": 1 + self.kept / self.steps if self.steps else None,

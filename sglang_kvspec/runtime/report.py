@@ -65,7 +65,7 @@ def build_report(
             "accept_histogram": {str(n): c for n, c in sorted(counters.accept_histogram.items())},
         },
         "draft_reads": counters.drafts.report(),
-        "ngram": counters.drafts.ngram_report(),
+        "ngram": counters.drafts.ngram_report() | {"step_ms": counters.drafts.step_ms},
     }
 
 

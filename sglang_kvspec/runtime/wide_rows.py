@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvspec_kernels.ops.steps import StepEnd
@@ -38,12 +39,17 @@ class WideRows:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=drafts.device)
 
-        self._tokens = zeros(2, max_tokens, dtype=torch.int64)
-        self.input_ids, self.positions = self._tokens
-        self._places = zeros(2, max_tokens, dtype=torch.int32)
-        self.slots, self.offsets = self._places
+        # Tokens and positions, then slots, offsets and lengths of tails, sent as one.
+        ends = np.cumsum([2 * max_tokens] * 2 + [max_tokens] * 2 + [drafts.max_batch]).tolist()
+        self._sent = zeros(ends[-1], dtype=torch.int32)
+        parts = self._sent.tensor_split(ends[:-1])
+        self.input_ids, self.positions = (part.view(torch.int64) for part in parts[:2])
+        self.slots, self.offsets, self.tail_lens = parts[2:]
+        self._values = np.zeros(ends[-1], dtype=np.int32)
+        fields = np.split(self._values, ends[:-1])
+        self._long_values = [field.view(np.int64) for field in fields[:2]]
+        self._int_values = fields[2:]
         self.tail_indptr, self.tail_slots = drafts.tail_indptr, drafts.tail_slots
-        self.tail_lens = zeros(drafts.max_batch, dtype=torch.int32)
         # Most likely token of each row, once the step has run.
         self.top1 = zeros(1, max_tokens, dtype=torch.int64)
         self._end = StepEnd(max_tokens, drafts.device)
@@ -60,32 +66,23 @@ class WideRows:
         """Set the tokens of the first len(rows) requests of the round, num_rows each, and clear all
         others. The tokens are the tails' last ones."""
         size = self.drafts.page_size
-        spare = num_rows * len(rows)
-        tokens, positions = [0] * spare, [0] * spare
-        slots, offsets = [-1] * spare, [0] * spare
-        tail_lens = []
+        tokens, positions = self._long_values
+        slots, offsets, tail_lens = self._int_values
+        self._values.fill(0)
+        slots.fill(-1)
         for b, wide in enumerate(rows):
             row, count = wide.row, len(wide.tokens)
             assert count <= num_rows
             before = row.tail_len + wide.done
-            first = num_rows * (b + 1) - count
-            for place, token in enumerate(wide.tokens):
-                at = before + place
-                tokens[first + place] = token
-                positions[first + place] = row.position + wide.done + place
-                slots[first + place] = row.tail[at // size]
-                offsets[first + place] = at % size
-            tail_lens.append(before + count)
-        rest = [0] * (self.max_tokens - spare)
-        no_slots = [-1] * len(rest)
-        ends = [0] * (len(self.tail_lens) - len(rows))
-        send_into(
-            [
-                (self._tokens, torch.tensor([tokens + rest, positions + rest])),
-                (self._places, torch.tensor([slots + no_slots, offsets + rest])),
-                (self.tail_lens, torch.tensor(tail_lens + ends)),
-            ]
-        )
+            first, end = num_rows * (b + 1) - count, num_rows * (b + 1)
+            begin = row.position + wide.done
+            tokens[first:end] = wide.tokens
+            positions[first:end] = range(begin, begin + count)
+            places = range(before, before + count)
+            slots[first:end] = [row.tail[at // size] for at in places]
+            offsets[first:end] = [at % size for at in places]
+            tail_lens[b] = before + count
+        send_into([(self._sent, torch.from_numpy(self._values))])
 
     # Calls of a captured forward
 

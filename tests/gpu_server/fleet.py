@@ -52,7 +52,8 @@ ALWAYS_DRAFTS = "--kvspec-draft-len=12"
 HOSTED = "--kvspec-host-gb=8"
 INT8 = "--kvspec-target=int8"
 INT4_WEIGHTS = "--kvspec-draft-weights=int4"
-NGRAM = "--kvspec-drafter=ngram"
+# The server may also find that proposals do not pay.
+NGRAM = ("--kvspec-drafter=ngram", "--kvspec-ngram-always=true")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
 # SGLang retracts a request at every fifth step of several requests.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
@@ -211,8 +212,8 @@ class Fleet:
             "exact": Spec((ALWAYS_DRAFTS,)),
             "pages": Spec((*PAGES, f"--max-running-requests={MANY_RUNNING}")),
             "int4 weights": Spec((INT4_WEIGHTS, ALWAYS_DRAFTS, *PAGES)),
-            "ngram": Spec((NGRAM, ALWAYS_DRAFTS, *PAGES)),
-            "ngram int4": Spec((NGRAM, INT4_WEIGHTS, ALWAYS_DRAFTS), environment=RETRACT),
+            "ngram": Spec((*NGRAM, ALWAYS_DRAFTS, *PAGES)),
+            "ngram int4": Spec((*NGRAM, INT4_WEIGHTS, ALWAYS_DRAFTS), environment=RETRACT),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
             "crowded": Spec(PAGES, 2 * small, RETRACT),
@@ -234,7 +235,7 @@ class Fleet:
             "int8 tiers": Spec((INT8, HOST), small),
             "ranks off": Spec(("--tp-size=2", "--kvspec-draft-len=0")),
             "ranks": Spec(("--tp-size=2", *PAGES), environment=breakable),
-            "ranks ngram": Spec(("--tp-size=2", NGRAM, ALWAYS_DRAFTS, *PAGES)),
+            "ranks ngram": Spec(("--tp-size=2", *NGRAM, ALWAYS_DRAFTS, *PAGES)),
             "ranks tiers": Spec(
                 ("--tp-size=2", HOST, self._own_disk("ranks"), *PAGES), small, breakable
             ),

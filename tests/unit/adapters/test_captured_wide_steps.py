@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,8 @@ from sglang_kvspec.adapters import cuda_graph_drafter
 from sglang_kvspec.adapters.captured_wide_steps import CapturedWideSteps
 from sglang_kvspec.adapters.wide_graphs import MOST_TOKENS, wide_sizes
 from sglang_kvspec.engine.batch import RoundBatch
-from sglang_kvspec.engine.ngram_drafter import ORDINARY_STEPS, NgramDrafter
-from sglang_kvspec.planning.draft_length import expected_tokens
+from sglang_kvspec.engine.proposed_steps import ProposedSteps
+from sglang_kvspec.engine.selective_drafter import SelectiveDrafter, StepSeconds
 from sglang_kvspec.planning.proposals import Proposal
 from sglang_kvspec.runtime.draft_counts import DraftCounts
 from sglang_kvspec.runtime.ranks import Ranks
@@ -55,6 +56,9 @@ class FakeWide:
         self.rows, self.sizes = WideRows(rows, MOST_TOKENS), wide_sizes(4, max_draft_len)
         self.seen, self.widths = [], []
 
+    def empty_step_s(self, num_requests):
+        return {4: 1e-3, 16: 1.2e-3}
+
     def most_tokens(self, num_requests):
         return 16
 
@@ -81,9 +85,15 @@ class Scripted:
     def follow(self, prompt, output):
         pass
 
-    def propose(self, drafts, most):
+    def look_up(self, drafts, most):
         tokens = (self.runs.pop(0) if self.runs else [])[:most]
-        return Proposal(tokens, (False, 2), expected_tokens(0.8, len(tokens)))
+        return Proposal(tokens, (False, 2), 0.8)
+
+    def begin_trial(self, proposal, drafts, num_output):
+        pass
+
+    def end_trial(self, output, drafts):
+        pass
 
     def observe(self, proposal, num_kept):
         self.seen.append((len(proposal.tokens), num_kept))
@@ -107,9 +117,18 @@ def own(make_device_kv, monkeypatch):
 
 @pytest.fixture
 def drafter(own):
+    device = torch.device("cpu")
     steps = CapturedWideSteps(own, own.wide)
-    sampler = SpecSampler(0, torch.device("cpu"))
-    return NgramDrafter(steps, sampler, Ranks(), DraftCounts(), ordinary=own)
+    return SelectiveDrafter(
+        ProposedSteps(steps, SpecSampler(0, device), Ranks(), DraftCounts()),
+        own,
+        StepSeconds(own.empty_draft_step_s, own.wide.empty_step_s),
+        Ranks(),
+        device,
+        always=True,
+        # Seconds: each look at the clock takes one millisecond.
+        now=itertools.count(0.0, 1e-3).__next__,
+    )
 
 
 def state_of(pending, committed_len, ngrams, params=GREEDY):
@@ -155,9 +174,11 @@ def test_nothing_proposed_leaves_drafts_on_the_device(drafter, own):
     assert own._drafts.num == 4
 
 
-def test_a_round_takes_a_few_ordinary_steps_where_text_departs(drafter, own):
-    state = state_of(5, 30, Scripted([6, 7, 8], [], [14, 15, 16, 17]))
-    assert drafter.draft(batch_of([state], [[7, 2]]), [16]) is None
-    assert state.drafts == list(range(6, 22))
-    assert [step[0][0] for step in own.wide.seen] == [5, 13]
-    assert own._drafts.num == ORDINARY_STEPS + 3
+def test_ordinary_steps_end_a_round_where_text_departs(drafter, own):
+    state = state_of(5, 30, Scripted([6, 7, 8], []))
+    made = drafter.draft(batch_of([state], [[7, 2]]), [16])
+    # The device alone knows the drafts behind the step with proposals.
+    assert state.drafts == [6, 7, 8, 9]
+    assert made.deliver() == {0: list(range(10, 22))}
+    assert len(own.wide.seen) == 1
+    assert own._drafts.num == 12

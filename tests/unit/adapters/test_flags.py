@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "residual_hbm_fraction": ("0.5", 0.5, ""),
     "schedule": ("rounds", "rounds", ""),
     "drafter": ("ngram", "ngram", ""),
+    "ngram_always": ("true", True, "--kvspec-drafter ngram"),
     "ngram_shared": ("true", True, "--kvspec-drafter ngram"),
     "draft_weights": ("int4", "int4", ""),
     "draft_view": ("all", "all", ""),

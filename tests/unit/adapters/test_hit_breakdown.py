@@ -107,7 +107,8 @@ def test_the_end_of_an_answer_says_what_was_proposed():
     counts.observe_step(num_proposed=6, num_kept=4)
     counts.observe_step(num_proposed=0, num_kept=0)
     details = cached_tokens.hook(None, None, req)
-    expected = {"steps": 2, "proposed": 6, "kept": 4, "tokens_per_step": 3.0}
+    counts = {"steps": 2, "proposing": 1, "proposed": 6, "kept": 4}
+    expected = {**counts, "tokens_per_step": 3.0}
     assert spec_meta_info._told([details], 0)["ngram"] == expected
 
 

@@ -53,6 +53,10 @@ LACKING: list[tuple[Options, str]] = [
         "self, ngram)",
     ),
     (
+        {"ngram_always": True},
+        "--kvspec-ngram-always true has no effect with --kvspec-drafter self (allowed: ngram)",
+    ),
+    (
         {"ngram_shared": True},
         "--kvspec-ngram-shared true has no effect with --kvspec-drafter self (allowed: ngram)",
     ),

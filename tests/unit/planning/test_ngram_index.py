@@ -115,7 +115,6 @@ def test_memory_is_bounded_and_the_newest_half_is_kept():
         index.extend(new)
         text += new
         assert len(index) <= 100
-        assert len(index._ends) <= 5 * len(index)
         kept = text[len(text) - len(index) :]
         newest = index.newest([])
         assert index.find(newest) == searched(kept, newest)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_kvspec.planning.draft_length import expected_tokens
 from sglang_kvspec.planning.proposals import (
     MOST_PROPOSED,
     SHARED_CHUNK,
     RequestNgrams,
     SharedNgrams,
     proposal_len,
-    saves_time,
 )
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -139,20 +137,36 @@ def test_outputs_of_two_requests_are_no_text():
     assert ngrams_of([70], [2, 3], shared).propose([], 5).tokens == []
 
 
-def test_a_proposal_says_how_many_drafts_its_step_is_expected_to_make():
-    ngrams = ngrams_of()
-    proposal = ngrams.propose([], 5)
-    assert proposal.expected == expected_tokens(0.5, len(proposal.tokens))
-    # An estimate that promises nothing leaves an ordinary step, which makes one draft.
-    assert ngrams.propose([], 0).expected == 1
-    assert ngrams.propose([99], 5).expected == 1
+def test_a_look_up_returns_all_that_follows_a_match():
+    found = ngrams_of(list(range(30)), [0, 1]).look_up([])
+    assert found.tokens == list(range(2, 2 + MOST_PROPOSED))
+    assert found.probability == 0.5
+    assert found.first(3).tokens == [2, 3, 4]
+    assert ngrams_of().look_up([99]).probability == 0
 
 
-def test_the_request_with_the_most_steps_decides_what_is_quicker():
-    assert saves_time([16], [4.0], 1.3)
-    assert saves_time([16, 2], [4.0, 1.0], 1.3)
-    assert not saves_time([16, 16], [4.0, 1.0], 1.3)
-    # A step that the CPU waits for must bring more than it costs.
-    assert not saves_time([16], [1.2], 1.3)
-    assert saves_time([16], [1.2], 1.0)
-    assert not saves_time([16], [1.0], 1.0)
+def test_a_trial_learns_from_the_tokens_that_came():
+    kept, wrong = (ngrams_of(list(range(30)), [0, 1]) for _ in range(2))
+    for ngrams, came in ((kept, [2, 3, 4]), (wrong, [2, 9])):
+        ngrams.begin_trial(ngrams.look_up([]), [], 2)
+        ngrams.end_trial([0, 1, *came], [])
+    # Each three or two tokens came; of the latter one was wrong.
+    assert kept.look_up([]).probability == pytest.approx(3.9 / 4.8)
+    assert wrong.look_up([]).probability == pytest.approx(1.9 / 3.8)
+
+
+def test_a_trial_reads_drafts_where_nothing_was_verified():
+    ngrams = ngrams_of(list(range(30)), [0, 1])
+    ngrams.begin_trial(ngrams.look_up([2]), [2], 2)
+    ngrams.end_trial([0, 1], [2, 3, 4])
+    assert ngrams.look_up([2]).probability == pytest.approx(2.9 / 3.8)
+    # It is over.
+    ngrams.end_trial([0, 1], [2, 9])
+    assert ngrams.look_up([2]).probability == pytest.approx(2.9 / 3.8)
+
+
+def test_a_trial_without_tokens_changes_nothing():
+    ngrams = ngrams_of(list(range(30)), [0, 1])
+    ngrams.begin_trial(ngrams.look_up([]), [], 2)
+    ngrams.end_trial([0, 1], [])
+    assert ngrams.look_up([]).probability == 0.5

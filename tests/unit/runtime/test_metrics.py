@@ -103,7 +103,14 @@ def test_report_is_plain_json_and_agrees_with_its_sources(counters, kv):
 
 def test_report_of_an_idle_server(make_kv):
     report = build_report(KVSpecConfig(), make_kv(store=False), SpecCounters(), 0)
-    assert report["ngram"] == {"steps": 0, "proposed": 0, "kept": 0, "tokens_per_step": None}
+    assert report["ngram"] == {
+        "steps": 0,
+        "proposing": 0,
+        "proposed": 0,
+        "kept": 0,
+        "tokens_per_step": None,
+        "step_ms": {},
+    }
     assert report["counters"]["mean_accept_len"] == 0
     assert report["pools"]["residual_store_pages"] == report["pools"]["host_bytes"] == 0
     json.dumps(report, allow_nan=False)

@@ -25,9 +25,11 @@ from sglang_kvspec.engine.ngram_drafter import NgramDrafter
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap
 from sglang_kvspec.engine.ports import Drafter, SchedulerParts, VerifyScheduler
+from sglang_kvspec.engine.proposed_steps import ProposedSteps
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.row_tokens import row_tokens
 from sglang_kvspec.engine.schedule import RoundSchedule
+from sglang_kvspec.engine.selective_drafter import SelectiveDrafter, StepSeconds
 from sglang_kvspec.engine.staggered_scheduler import StaggeredScheduler
 from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
@@ -204,7 +206,8 @@ class Engine:
         skips_steps: bool = False,
     ) -> None:
         """drafter: replaces the model itself. with_ngrams: n-grams propose tokens to the model.
-        skips_steps: steps that save no time are ordinary ones, as on a GPU."""
+        skips_steps: where nothing is proposed to any request, ordinary steps follow to the end of
+        the round, as on a GPU."""
         self.with_ngrams, self.skips_steps = with_ngrams, skips_steps
         self.kv, self.config, self.max_running = kv, config, max_running
         self.drafter, self.view = drafter, view
@@ -280,8 +283,12 @@ class Engine:
         if not self.with_ngrams:
             return own
         steps = EagerWideSteps(self.forward, page_size, self.view)
-        ordinary = own if self.skips_steps else None
-        return NgramDrafter(steps, self.sampler, ranks, self.counters.drafts, ordinary=ordinary)
+        proposed = ProposedSteps(steps, self.sampler, ranks, self.counters.drafts)
+        if not self.skips_steps:
+            return NgramDrafter(proposed)
+        seconds = StepSeconds(1e-3, lambda num_requests: {4: 1e-3, 16: 2e-3})
+        device = torch.device("cpu")
+        return SelectiveDrafter(proposed, own, seconds, ranks, device, always=True, now=lambda: 0.0)
 
     def _scheduler(self, parts: SchedulerParts) -> VerifyScheduler:
         return StaggeredScheduler(parts)
