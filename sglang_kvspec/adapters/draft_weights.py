@@ -13,6 +13,7 @@ import torch
 
 from kvspec_kernels.ops import int4_products
 from kvspec_kernels.reference import int4_weights
+from sglang_kvspec.adapters.calibration_texts import NUM_TEXTS, TEXT_LEN, write_texts
 from sglang_kvspec.adapters.compat.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -23,13 +24,10 @@ from sglang_kvspec.adapters.compat.linear import (
 from sglang_kvspec.adapters.draft_operators import draft_operators
 from sglang_kvspec.adapters.ranks import least_of_all_ranks
 from sglang_kvspec.adapters.self_calibration import (
-    NUM_TEXTS,
-    TEXT_LEN,
     groups_within,
     input_moments,
     moment_bytes,
     products_of,
-    write_texts,
 )
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
 from sglang_kvspec.adapters.weight_copies import ProjectionProduct, WeightCopy, arithmetic_of

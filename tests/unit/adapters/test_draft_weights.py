@@ -16,10 +16,10 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models import utils
 
 from kvspec_kernels.reference import int4_weights
-from sglang_kvspec.adapters import draft_weights, self_calibration, weight_copies
+from sglang_kvspec.adapters import calibration_texts, draft_weights, weight_copies
+from sglang_kvspec.adapters.calibration_texts import GrowingTexts
 from sglang_kvspec.adapters.draft_weights import DraftForward, DraftWeights, make_draft_weights
 from sglang_kvspec.adapters.self_calibration import (
-    GrowingTexts,
     InputMoment,
     TextAttention,
     attend_to_whole_text,
@@ -429,16 +429,16 @@ def test_texts_begin_with_the_models_first_token(
     config = SimpleNamespace(bos_token_id=known)
     model_config = SimpleNamespace(vocab_size=10, hf_config=config)
     runner = SimpleNamespace(device="cpu", model_config=model_config)
-    monkeypatch.setattr(self_calibration, "decode_batch", lambda runner, ids, positions: ids)
+    monkeypatch.setattr(calibration_texts, "decode_batch", lambda runner, ids, positions: ids)
     # The next token is one more than the last.
     monkeypatch.setattr(
-        self_calibration,
+        calibration_texts,
         "run_model",
         lambda runner, ids: torch.nn.functional.one_hot((ids + 1) % 10, 10) * 1e4,
     )
-    texts = self_calibration.write_texts(runner, Ranks(), 4, 6)
+    texts = calibration_texts.write_texts(runner, Ranks(), 4, 6)
     assert texts.shape == (4, 6)
     if first is not None:
         assert bool((texts[:, 0] == first).all())
     assert bool(((texts[:, 1:-1] + 1) % 10 == texts[:, 2:]).all())
-    assert torch.equal(texts, self_calibration.write_texts(runner, Ranks(), 4, 6))
+    assert torch.equal(texts, calibration_texts.write_texts(runner, Ranks(), 4, 6))
