@@ -392,6 +392,19 @@ def test_inputs_are_summed(model: Any) -> None:
     torch.testing.assert_close(measured.moment, 2 * rows.t() @ rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_tensor_cores_multiply_only_inputs_that_tf32_holds(dtype: torch.dtype) -> None:
+    is_allowed = []
+    moment = SimpleNamespace(
+        addmm_=lambda *_: is_allowed.append(torch.backends.cuda.matmul.allow_tf32)
+    )
+    measured = InputMoment(SimpleNamespace(apply=lambda *_: None), 4, torch.device("cpu"))
+    measured.moment = moment  # type: ignore[assignment]
+    measured.apply(None, torch.ones(2, 4, dtype=dtype))
+    assert is_allowed == [dtype != torch.float32]
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
 def test_texts_that_grow_attend_like_whole_ones() -> None:
     torch.manual_seed(0)
     num_texts, length, heads, kv_heads, size = 3, 7, 4, 2, 8
