@@ -30,7 +30,12 @@ from sglang_kvspec.adapters.self_calibration import (
     products_of,
 )
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
-from sglang_kvspec.adapters.weight_copies import ProjectionProduct, WeightCopy, arithmetic_of
+from sglang_kvspec.adapters.weight_copies import (
+    COMPENSATED_AT_ONCE,
+    ProjectionProduct,
+    WeightCopy,
+    arithmetic_of,
+)
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.core.units import GIB
@@ -192,7 +197,7 @@ class DraftWeights:
                 copy = next(copies)
                 rounding = copy.arithmetic.round_group
                 encode = partial(int4_weights.compensated_by, factor=factor, round_group=rounding)
-                copy.write(layer.weight, encode)
+                copy.write(layer.weight, encode, COMPENSATED_AT_ONCE)
                 del factor, encode
             timer.mark()
         # Compensated rounding of the projection keeps fewer drafts
