@@ -28,6 +28,7 @@ from sglang_kvspec.adapters.self_calibration import (
     input_moments,
     moment_bytes,
     products_of,
+    tf32_products,
 )
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
 from sglang_kvspec.adapters.weight_copies import (
@@ -88,8 +89,9 @@ class DraftWeights:
         self.checkpoint = None if checkpoint is None else str(checkpoint.folder)
         stages: dict[str, float] = {}
         # Text does not have to be the target's own, and batch-invariant products of fp32 would
-        # round to tf32.
-        with torch.no_grad(), draft_operators():
+        # round to tf32. So would torch's own with --enable-tf32-matmul, which SGLang sets by itself
+        # for some models.
+        with torch.no_grad(), draft_operators(), tf32_products(False):
             if checkpoint is None:
                 stages = self._make(runner, ranks)
             else:

@@ -72,14 +72,14 @@ class InputMoment:
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.flatten(0, -2).float()
         # tf32 has 8 bits of exponent and 11 significant bits, so it holds both dtypes exactly.
-        with _tf32_products(x.dtype in (torch.bfloat16, torch.float16)):
+        with tf32_products(x.dtype in (torch.bfloat16, torch.float16)):
             self.moment.addmm_(rows.t(), rows)
         out: torch.Tensor = self._method.apply(layer, x, bias)
         return out
 
 
 @contextmanager
-def _tf32_products(is_allowed: bool) -> Iterator[None]:
+def tf32_products(is_allowed: bool) -> Iterator[None]:
     """Let a GPU multiply fp32 in tensor cores if `is_allowed`, else exactly. Sums are fp32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = is_allowed

@@ -24,6 +24,7 @@ from sglang_kvspec.adapters.self_calibration import (
     TextAttention,
     attend_to_whole_text,
     products_of,
+    tf32_products,
 )
 from sglang_kvspec.adapters.weight_copies import KERNELS, REFERENCE
 from sglang_kvspec.adapters.worker import KVSpecWorker
@@ -282,6 +283,25 @@ def test_the_log_says_how_long_each_stage_took(
     with caplog.at_level("INFO"):
         DraftWeights(SimpleNamespace(model=model), Ranks())
     assert "took 12.0 s, texts 7.0 s, inputs 4.0 s, rounding 1.0 s" in caplog.text
+
+
+def test_rounding_multiplies_fp32_exactly(
+    model: torch.nn.Module,
+    copies_of: Callable[[torch.nn.Module], DraftWeights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also on a server with --enable-tf32-matmul."""
+    is_allowed = []
+
+    def compensation(moment: torch.Tensor) -> torch.Tensor:
+        is_allowed.append(torch.backends.cuda.matmul.allow_tf32)
+        return moment
+
+    monkeypatch.setattr(int4_weights, "compensation", compensation)
+    with tf32_products(True):
+        copies_of(model)
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert is_allowed == [False, False]
 
 
 def test_sizes_are_reported(weights: DraftWeights, model: Any) -> None:
