@@ -12,7 +12,7 @@ from acceptance.input_moments import InputMoments
 from acceptance.model import PROJECTION, Llama
 from acceptance.prompts import BOS, cut_prompts
 from kvspec_kernels.reference import int4_weights
-from sglang_kvspec.adapters.self_calibration import NUM_TEXTS, SEED, TEXT_LEN
+from sglang_kvspec.adapters.calibration_texts import NUM_TEXTS, SEED, TEXT_LEN
 
 ENCODERS = {
     "nearest": int4_weights.round_to_nearest,

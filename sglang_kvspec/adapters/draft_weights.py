@@ -13,6 +13,7 @@ import torch
 
 from kvspec_kernels.ops import int4_products
 from kvspec_kernels.reference import int4_weights
+from sglang_kvspec.adapters.calibration_texts import NUM_TEXTS, TEXT_LEN, write_texts
 from sglang_kvspec.adapters.compat.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -23,16 +24,19 @@ from sglang_kvspec.adapters.compat.linear import (
 from sglang_kvspec.adapters.draft_operators import draft_operators
 from sglang_kvspec.adapters.ranks import least_of_all_ranks
 from sglang_kvspec.adapters.self_calibration import (
-    NUM_TEXTS,
-    TEXT_LEN,
     groups_within,
     input_moments,
     moment_bytes,
     products_of,
-    write_texts,
+    tf32_products,
 )
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
-from sglang_kvspec.adapters.weight_copies import ProjectionProduct, WeightCopy, arithmetic_of
+from sglang_kvspec.adapters.weight_copies import (
+    COMPENSATED_AT_ONCE,
+    ProjectionProduct,
+    WeightCopy,
+    arithmetic_of,
+)
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.core.units import GIB
@@ -85,8 +89,9 @@ class DraftWeights:
         self.checkpoint = None if checkpoint is None else str(checkpoint.folder)
         stages: dict[str, float] = {}
         # Text does not have to be the target's own, and batch-invariant products of fp32 would
-        # round to tf32.
-        with torch.no_grad(), draft_operators():
+        # round to tf32. So would torch's own with --enable-tf32-matmul, which SGLang sets by itself
+        # for some models.
+        with torch.no_grad(), draft_operators(), tf32_products(False):
             if checkpoint is None:
                 stages = self._make(runner, ranks)
             else:
@@ -194,7 +199,7 @@ class DraftWeights:
                 copy = next(copies)
                 rounding = copy.arithmetic.round_group
                 encode = partial(int4_weights.compensated_by, factor=factor, round_group=rounding)
-                copy.write(layer.weight, encode)
+                copy.write(layer.weight, encode, COMPENSATED_AT_ONCE)
                 del factor, encode
             timer.mark()
         # Compensated rounding of the projection keeps fewer drafts

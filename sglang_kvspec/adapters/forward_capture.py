@@ -35,13 +35,20 @@ class ForwardCapture:
     logits: [max_tokens, vocab], once something was captured.
     """
 
-    def __init__(self, runner: Any, max_tokens: int) -> None:
+    def __init__(self, runner: Any, max_tokens: int, attn_backend: Any | None = None) -> None:
+        """attn_backend: attention of these forwards, None for the runner's own."""
         self._runner, self._max_tokens = runner, max_tokens
+        self._attn_backend = attn_backend
         self._pool = torch.cuda.graph_pool_handle()
         # One tensor for all graphs: separate outputs of many sizes would take gigabytes.
         self.logits: torch.Tensor | None = None
         # A graph holds addresses only: the tensors there must live as long as the graph.
         self._kept: list[ForwardBatch] = []
+
+    @property
+    def attn_backend(self) -> Any:
+        # SGLang makes the runner's after the worker: it is not there yet when texts are written.
+        return self._runner.attn_backend if self._attn_backend is None else self._attn_backend
 
     def capture(
         self, rows: StaticRows, num_tokens: int, stream: torch.cuda.Stream, warm_ups: int
@@ -58,7 +65,7 @@ class ForwardCapture:
             rows.end_step(logits)
             return logits
 
-        with forward_context(ForwardContext(attn_backend=runner.attn_backend)):
+        with forward_context(ForwardContext(attn_backend=self.attn_backend)):
             for _ in range(warm_ups):
                 rows.clear()
                 torch.cuda.synchronize()

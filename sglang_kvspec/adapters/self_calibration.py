@@ -6,7 +6,7 @@ well as text of its kind (docs/benchmarks/draft-weights.md), and needs no data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,6 @@ import torch.nn.functional as F
 
 from sglang_kvspec.adapters.compat.forward import ForwardContext, forward_context
 from sglang_kvspec.adapters.decode_batch import decode_batch, run_model
-from sglang_kvspec.runtime.ranks import Ranks
-
-NUM_TEXTS, TEXT_LEN = 16, 512
-SEED = 0
-
 
 # Attention of a layer over queries, keys and values [tokens, heads, head size], to outputs of the
 # queries' shape.
@@ -56,31 +51,6 @@ class TextAttention:
         return self._attend(layer, *parts).flatten(1)
 
 
-class GrowingTexts:
-    """KV of several texts, each of which attends to itself in steps of one token."""
-
-    def __init__(self, num_texts: int, length: int) -> None:
-        self._num_texts, self._length = num_texts, length
-        self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Tokens of each text before this step.
-        self.num_past = 0
-
-    def attend(self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend with one token of each text."""
-        if layer.layer_id not in self._caches:
-            shape = (self._num_texts, k.shape[1], self._length, k.shape[2])
-            self._caches[layer.layer_id] = (k.new_empty(shape), k.new_empty(shape))
-        past = self._caches[layer.layer_id]
-        for cache, part in zip(past, (k, v), strict=True):
-            cache[:, :, self.num_past] = part
-        keys, values = (cache[:, :, : self.num_past + 1] for cache in past)
-        # Not scaled_dot_product_attention(): on a GPU it may prepare a kernel for every new length,
-        # which took 50 ms each.
-        grouped = q.view(self._num_texts, k.shape[1], -1, k.shape[2])
-        scores = (grouped @ keys.transpose(2, 3)).float() * layer.scaling
-        return (scores.softmax(-1).to(v.dtype) @ values).reshape(q.shape)
-
-
 def attend_to_whole_text(
     layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
@@ -101,9 +71,22 @@ class InputMoment:
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.flatten(0, -2).float()
-        self.moment.addmm_(rows.t(), rows)
+        # tf32 has 8 bits of exponent and 11 significant bits, so it holds both dtypes exactly.
+        with tf32_products(x.dtype in (torch.bfloat16, torch.float16)):
+            self.moment.addmm_(rows.t(), rows)
         out: torch.Tensor = self._method.apply(layer, x, bias)
         return out
+
+
+@contextmanager
+def tf32_products(is_allowed: bool) -> Iterator[None]:
+    """Let a GPU multiply fp32 in tensor cores if `is_allowed`, else exactly. Sums are fp32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @contextmanager
@@ -154,36 +137,3 @@ def input_moments(runner: Any, layers: Sequence[Any], texts: torch.Tensor) -> li
         for text in texts:
             run_model(runner, decode_batch(runner, text, positions))
     return [each.moment for each in measured]
-
-
-@torch.inference_mode()
-def write_texts(runner: Any, ranks: Ranks, count: int, length: int) -> torch.Tensor:
-    """Return texts [count, length] int64 that the model writes at temperature 1, behind its first
-    token and a random one. Rank 0 chooses the tokens of all ranks."""
-    device = torch.device(runner.device)
-    # On the device: a CPU takes longer for a draw from a large vocabulary than a GPU for a step.
-    chance = torch.Generator(device).manual_seed(SEED)
-    texts = torch.zeros(count, length, dtype=torch.int64)
-    size = runner.model_config.vocab_size
-    texts[:, :2] = torch.randint(size, (count, 2), generator=chance, device=device)
-    first = _first_token(runner.model_config.hf_config)
-    if first is not None:
-        texts[:, 0] = first
-    written = GrowingTexts(count, length)
-    attention = TextAttention(written.attend)
-    with forward_context(ForwardContext(attn_backend=attention)):
-        for place in range(length - 1):
-            written.num_past = place
-            ids = texts[:, place].to(device)
-            logits = run_model(runner, decode_batch(runner, ids, torch.full_like(ids, place)))
-            if place:
-                chosen = torch.multinomial(logits.float().softmax(-1), 1, generator=chance)
-                mine = chosen[:, 0].tolist()
-                texts[:, place + 1] = torch.tensor(ranks.numbers(mine, "texts of calibration"))
-    return texts.to(device)
-
-
-def _first_token(config: Mapping[str, Any] | Any) -> int | None:
-    """Return the token that begins a text, None for a model without one."""
-    found = getattr(config, "bos_token_id", None)
-    return found if isinstance(found, int) else None

@@ -13,9 +13,13 @@ from kvspec_kernels.reference import int4_weights
 from kvspec_kernels.reference.int4_weights import Int4Weight, RoundGroup
 from sglang_kvspec.adapters.compat.linear import UnquantizedEmbeddingMethod
 
-# Weights that are rounded at once, in whole rows. Full-precision temporaries then take 1 GiB. A
-# GPU rounds a group of 64 inputs of all these rows in one launch, so many rows are better.
+# Weights that are rounded at once, in whole rows. Temporaries of round_to_nearest() then take
+# 1 GiB, and a server that runs has little more.
 WEIGHTS_AT_ONCE = 2048 * 14336
+# Weights that compensated rounding takes at once, at the start, when memory is free. A GPU rounds a
+# group of 64 inputs of all these rows in one launch, so many rows are better. Temporaries take
+# 1 GiB here too.
+COMPENSATED_AT_ONCE = 8192 * 14336
 
 
 class Arithmetic(NamedTuple):
@@ -63,10 +67,16 @@ class WeightCopy:
     def nbytes(self) -> int:
         return int(self._copy.nbytes)
 
-    def write(self, weight: torch.Tensor, encode: Callable[[torch.Tensor], Int4Weight]) -> None:
+    def write(
+        self,
+        weight: torch.Tensor,
+        encode: Callable[[torch.Tensor], Int4Weight],
+        at_once: int | None = None,
+    ) -> None:
         """Replace the copy, in place, with `weight` as `encode` rounds it. encode: takes some rows
-        of the weight, each of which must not depend on the others."""
-        rows_at_once = max(WEIGHTS_AT_ONCE // weight.shape[1], 1)
+        of the weight, each of which must not depend on the others. at_once: weights that it takes,
+        WEIGHTS_AT_ONCE by default."""
+        rows_at_once = max((at_once or WEIGHTS_AT_ONCE) // weight.shape[1], 1)
         for begin in range(0, len(weight), rows_at_once):
             rows = encode(weight[begin : begin + rows_at_once])
             self.arithmetic.write_rows(self._copy, begin, rows)

@@ -15,14 +15,14 @@ from kvspec_kernels.reference import int4_weights
 from kvspec_kernels.reference.int4_weights import compensated_by, compensation, decode
 from sglang_kvspec.adapters import draft_weights
 from sglang_kvspec.adapters.draft_weights import FACTORS, MARGIN_BYTES, DraftWeights
-from sglang_kvspec.adapters.weight_copies import KERNELS, WeightCopy
+from sglang_kvspec.adapters.weight_copies import COMPENSATED_AT_ONCE, KERNELS, WeightCopy
 from sglang_kvspec.runtime.ranks import Ranks
 
 DEVICE = torch.device("cuda:0")
 # Inputs of the widest layer of a model of 8B, as its rank sees them.
 WIDE = 14336
-# Weights [N, K] of that layer, and of the vocabulary projection of Llama 3.
-LARGE = [(4096, WIDE), (128256, 4096)]
+# Weights [N, K] of that layer, of the one before it, and of the vocabulary projection of Llama 3.
+LARGE = [(4096, WIDE), (28672, 4096), (128256, 4096)]
 # Tokens of Llama 2, SmolLM2, Llama 3 and Qwen3. SGLang pads the first to 1,088 rows, which are no
 # whole tiles.
 VOCABULARIES = [1080, 32000, 49152, 128256, 151936]
@@ -152,5 +152,5 @@ def test_a_large_layer_takes_no_more_memory_than_is_kept_for_it(
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     encode = partial(compensated_by, factor=factor, round_group=KERNELS.round_group)
-    copy.write(weight, encode)
+    copy.write(weight, encode, COMPENSATED_AT_ONCE)
     assert torch.cuda.max_memory_allocated() - held <= MARGIN_BYTES

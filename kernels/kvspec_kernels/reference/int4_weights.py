@@ -19,6 +19,9 @@ from kvspec_kernels.reference import nibbles
 
 GROUP = 64
 CODES = 16
+# Inputs of whole groups that compensated rounding takes together. Errors move inside of a block
+# after each group, and to a later block in one product for all earlier ones.
+BLOCK = 8 * GROUP
 # Settings of HQQ: exponent of the norm, and weight of the quadratic term with its growth.
 NORM, BETA, BETA_GROWTH, STEPS = 0.7, 10.0, 1.01, 20
 # Shares of the mean of a moment's diagonal that are added to it, so that it can be inverted: the
@@ -122,20 +125,42 @@ def compensated_by(
     weight: torch.Tensor, factor: torch.Tensor, round_group: RoundGroup = round_group
 ) -> Int4Weight:
     """Encode a weight [N, K], of which each row is rounded by itself. factor: from compensation(),
-    fp32 [K, K]."""
+    fp32 [K, K]. Takes memory for about seven bytes a weight."""
     num_inputs = weight.shape[1]
-    left = weight.to(torch.float32, copy=True)
-    groups = []
-    for begin in range(0, num_inputs, GROUP):
-        end = min(begin + GROUP, num_inputs)
-        group = round_group(left[:, begin:end], factor[begin:end, begin:end])
-        left[:, end:] -= group.errors @ factor[begin:end, end:]
-        groups.append(group)
+    # Errors of the weight itself, whatever compensation has added to it before.
+    errors = torch.empty_like(weight, dtype=torch.float32)
+    groups: list[RoundedGroup] = []
+    for begin in range(0, num_inputs, BLOCK):
+        inside = slice(begin, min(begin + BLOCK, num_inputs))
+        left = weight[:, inside].to(torch.float32, copy=True)
+        if begin:
+            left.addmm_(errors[:, :begin], factor[:begin, inside])
+        block = _compensated_block(left, factor[inside, inside], round_group)
+        groups += block
+        if inside.stop < num_inputs:
+            values = [group.codes * group.scale[:, None] + group.zero[:, None] for group in block]
+            torch.sub(weight[:, inside], torch.cat(values, dim=1), out=errors[:, inside])
+    del errors
     codes = _filled(torch.cat([group.codes for group in groups], dim=1))
     scale, zero = (
         torch.stack([getattr(group, name) for group in groups], dim=1) for name in ("scale", "zero")
     )
     return _packed(_cut(codes), scale[..., None], zero[..., None], num_inputs)
+
+
+def _compensated_block(
+    left: torch.Tensor, factor: torch.Tensor, round_group: RoundGroup
+) -> list[RoundedGroup]:
+    """Round the groups of a block one after the other. left: what earlier blocks have left of it,
+    fp32 [N, n], which is overwritten. factor: the block's part of the factor, fp32 [n, n]."""
+    groups = []
+    for begin in range(0, left.shape[1], GROUP):
+        end = min(begin + GROUP, left.shape[1])
+        group = round_group(left[:, begin:end], factor[begin:end, begin:end])
+        if end < left.shape[1]:
+            left[:, end:].addmm_(group.errors, factor[begin:end, end:], alpha=-1)
+        groups.append(group)
+    return groups
 
 
 def decode(weight: Int4Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -152,9 +177,31 @@ def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = Non
 
 
 def compensation(moment: torch.Tensor) -> torch.Tensor:
-    """Return how the error of an input's weight moves to later ones: the upper Cholesky factor of
-    the inverse moment, fp32 [K, K]. Takes memory for up to four more of these. Raises
-    torch.linalg.LinAlgError if the moment is not finite."""
+    """Return how errors of weights move to later inputs, fp32 [K, K], for compensated_by(). Takes
+    memory for up to four more of these. Raises torch.linalg.LinAlgError if the moment is not
+    finite.
+
+    With the damped moment as U U^T for an upper triangular U, a row's error e costs |e U|^2. Blocks
+    on the diagonal are 1 / U of the block: an error inside of it moves as in GPTQ, whose factor is
+    1 / U as a whole. Above them stands U[earlier, block] / U[block, block]: the sum of all earlier
+    errors times this moves to the block. Both are the same rounding, but the inverse of all of U
+    takes three times as long as U.
+    """
+    upper = _upper_factor(moment)
+    inverses = _inverse_blocks(upper)
+    for begin, inverse in zip(range(0, len(upper), BLOCK), inverses, strict=True):
+        inside = slice(begin, min(begin + BLOCK, len(upper)))
+        size = inside.stop - begin
+        inverse = inverse[:size, :size]
+        if begin:
+            upper[:begin, inside] = upper[:begin, inside] @ inverse
+        upper[inside, inside] = inverse
+    return upper
+
+
+def _upper_factor(moment: torch.Tensor) -> torch.Tensor:
+    """Return an upper triangular matrix whose product with its own transpose is the moment, with
+    the least damping that suffices."""
     for damping in DAMPINGS:
         # Wide layers with a few large inputs leave fp32 too few digits for little damping.
         reverse = moment.flip(0, 1)
@@ -162,19 +209,25 @@ def compensation(moment: torch.Tensor) -> torch.Tensor:
         lower, info = torch.linalg.cholesky_ex(reverse)
         # Large layers take a gigabyte a matrix: none is kept longer than it is needed.
         del reverse
-        if not info and lower.isfinite().all():
-            break
-    else:
-        error = "the moment of a layer's inputs is not finite"
-        raise torch.linalg.LinAlgError(error)  # type: ignore[attr-defined]
-    # The moment is upper x upper^T, so its inverse is factor^T x factor, with the factor 1 / upper.
-    # That takes half as long as to invert the moment, and loses fewer digits.
-    upper = lower.flip(0, 1)
-    del lower
-    identity = torch.eye(len(moment), device=moment.device)
-    factor: torch.Tensor = torch.linalg.solve_triangular(upper, identity, upper=True)
-    del upper, identity
-    return factor.contiguous()
+        # What is not finite in a row makes its diagonal so. A GPU is asked once.
+        if (info == 0) & lower.diagonal().isfinite().all():
+            upper: torch.Tensor = lower.flip(0, 1).contiguous()
+            return upper
+        del lower
+    error = "the moment of a layer's inputs is not finite"
+    raise torch.linalg.LinAlgError(error)  # type: ignore[attr-defined]
+
+
+def _inverse_blocks(upper: torch.Tensor) -> torch.Tensor:
+    """Return the inverse of each block on the diagonal, [count, BLOCK, BLOCK]. The last one is
+    filled up with ones on its diagonal."""
+    identity = torch.eye(BLOCK, device=upper.device)
+    blocks = identity.repeat(-(-len(upper) // BLOCK), 1, 1)
+    for place, block in enumerate(blocks):
+        part = upper[place * BLOCK :, place * BLOCK :][:BLOCK, :BLOCK]
+        block[: len(part), : len(part)] = part
+    inverses: torch.Tensor = torch.linalg.solve_triangular(blocks, identity, upper=True)
+    return inverses
 
 
 def _groups(weight: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,15 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models import utils
 
 from kvspec_kernels.reference import int4_weights
-from sglang_kvspec.adapters import draft_weights, self_calibration, weight_copies
+from sglang_kvspec.adapters import calibration_texts, draft_weights, weight_copies
+from sglang_kvspec.adapters.calibration_texts import GrowingTexts
 from sglang_kvspec.adapters.draft_weights import DraftForward, DraftWeights, make_draft_weights
 from sglang_kvspec.adapters.self_calibration import (
-    GrowingTexts,
     InputMoment,
     TextAttention,
     attend_to_whole_text,
     products_of,
+    tf32_products,
 )
 from sglang_kvspec.adapters.weight_copies import KERNELS, REFERENCE
 from sglang_kvspec.adapters.worker import KVSpecWorker
@@ -284,6 +285,25 @@ def test_the_log_says_how_long_each_stage_took(
     assert "took 12.0 s, texts 7.0 s, inputs 4.0 s, rounding 1.0 s" in caplog.text
 
 
+def test_rounding_multiplies_fp32_exactly(
+    model: torch.nn.Module,
+    copies_of: Callable[[torch.nn.Module], DraftWeights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also on a server with --enable-tf32-matmul."""
+    is_allowed = []
+
+    def compensation(moment: torch.Tensor) -> torch.Tensor:
+        is_allowed.append(torch.backends.cuda.matmul.allow_tf32)
+        return moment
+
+    monkeypatch.setattr(int4_weights, "compensation", compensation)
+    with tf32_products(True):
+        copies_of(model)
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert is_allowed == [False, False]
+
+
 def test_sizes_are_reported(weights: DraftWeights, model: Any) -> None:
     none = {"kind": "target", "bytes": 0, "projection": False, "made": 0, "checkpoint": None}
     assert draft_weights.draft_weights_report(None) == none
@@ -392,6 +412,19 @@ def test_inputs_are_summed(model: Any) -> None:
     torch.testing.assert_close(measured.moment, 2 * rows.t() @ rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_tensor_cores_multiply_only_inputs_that_tf32_holds(dtype: torch.dtype) -> None:
+    is_allowed = []
+    moment = SimpleNamespace(
+        addmm_=lambda *_: is_allowed.append(torch.backends.cuda.matmul.allow_tf32)
+    )
+    measured = InputMoment(SimpleNamespace(apply=lambda *_: None), 4, torch.device("cpu"))
+    measured.moment = moment  # type: ignore[assignment]
+    measured.apply(None, torch.ones(2, 4, dtype=dtype))
+    assert is_allowed == [dtype != torch.float32]
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
 def test_texts_that_grow_attend_like_whole_ones() -> None:
     torch.manual_seed(0)
     num_texts, length, heads, kv_heads, size = 3, 7, 4, 2, 8
@@ -429,16 +462,16 @@ def test_texts_begin_with_the_models_first_token(
     config = SimpleNamespace(bos_token_id=known)
     model_config = SimpleNamespace(vocab_size=10, hf_config=config)
     runner = SimpleNamespace(device="cpu", model_config=model_config)
-    monkeypatch.setattr(self_calibration, "decode_batch", lambda runner, ids, positions: ids)
+    monkeypatch.setattr(calibration_texts, "decode_batch", lambda runner, ids, positions: ids)
     # The next token is one more than the last.
     monkeypatch.setattr(
-        self_calibration,
+        calibration_texts,
         "run_model",
         lambda runner, ids: torch.nn.functional.one_hot((ids + 1) % 10, 10) * 1e4,
     )
-    texts = self_calibration.write_texts(runner, Ranks(), 4, 6)
+    texts = calibration_texts.write_texts(runner, Ranks(), 4, 6)
     assert texts.shape == (4, 6)
     if first is not None:
         assert bool((texts[:, 0] == first).all())
     assert bool(((texts[:, 1:-1] + 1) % 10 == texts[:, 2:]).all())
-    assert torch.equal(texts, self_calibration.write_texts(runner, Ranks(), 4, 6))
+    assert torch.equal(texts, calibration_texts.write_texts(runner, Ranks(), 4, 6))

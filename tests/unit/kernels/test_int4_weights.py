@@ -95,6 +95,40 @@ def test_the_factor_is_that_of_the_inverse_moment() -> None:
     torch.testing.assert_close(factor.t() @ factor, inverse, rtol=1e-4, atol=1e-7)
 
 
+def test_blocks_are_rounded_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block and its last group are not whole. Some inputs are a hundred times as large as
+    others."""
+    inputs = 5 * GROUP + 10
+    x = torch.randn(2000, 16) @ torch.randn(16, inputs) + 0.1 * torch.randn(2000, inputs)
+    x[:, ::50] *= 100
+    weight, moment = weight_of(32, inputs), x.t() @ x
+    assert inputs < int4_weights.BLOCK
+    whole = int4_weights.compensated(weight, moment)
+    for groups in (1, 2, 4):
+        monkeypatch.setattr(int4_weights, "BLOCK", groups * GROUP)
+        parts = int4_weights.compensated(weight, moment)
+        assert (parts.codes == whole.codes).float().mean() > 0.999
+        ours, one = (decode(encoded) - weight for encoded in (parts, whole))
+        # The error of outputs.
+        costs = [float((error @ moment * error).sum()) for error in (ours, one)]
+        assert costs[0] == pytest.approx(costs[1], rel=1e-3)
+
+
+def test_errors_move_to_later_blocks_as_the_moment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change of a block's weights that makes up best for errors of earlier inputs, if weights
+    of the block and later ones may take any value."""
+    monkeypatch.setattr(int4_weights, "BLOCK", GROUP)
+    x = torch.randn(1000, 3 * GROUP) * torch.linspace(0.1, 3, 3 * GROUP)
+    moment = x.t() @ x
+    factor = int4_weights.compensation(moment).double()
+    damping = int4_weights.DAMPINGS[0] * moment.double().diagonal().mean()
+    damped = moment.double() + damping * torch.eye(3 * GROUP).double()
+    for begin in (GROUP, 2 * GROUP):
+        best = torch.linalg.solve(damped[begin:, begin:], damped[begin:, :begin]).t()
+        found = factor[:begin, begin : begin + GROUP]
+        torch.testing.assert_close(found, best[:, :GROUP], rtol=1e-3, atol=1e-4)
+
+
 def test_a_moment_that_cannot_be_inverted_is_damped_more(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(50, 100)
     moment = x.t() @ x
