@@ -9,7 +9,7 @@ Each part was written by its own script: bench_int4_products.py, bench_views.py,
 bench_ngram_gpu.py, or with --gpu-report by tests/gpu_server. Paths are relative to
 benchmarks/results. --acceptance names a place and two parts: drafts with weights in 4 bits, and
 with the model's own. w4.accept.vs_target_weights is that of the first place, with drafts that read
-all pages. Parts of --saturated ran as many requests as fit, those of --serving did not. Answers of
+all pages. Servers with and without copies may be of several parts. Parts of --saturated ran as many requests as fit, those of --serving did not. Answers of
 several parts are counted together. `settings.parts` says where, when and at which commit each part
 was measured.
 """
@@ -73,9 +73,10 @@ def main() -> None:
             figures.append(replace(main, name=MAIN_ACCEPTANCE))
         figures += found
     for names, is_saturated in ((args.serving, False), (args.saturated, True)):
-        for name in names:
-            rows = [row for row in part(name) if (SATURATION in row["name"]) == is_saturated]
-            figures += serving_figures(rows)
+        rows = [row for name in names for row in part(name)]
+        figures += serving_figures(
+            row for row in rows if (SATURATION in row["name"]) == is_saturated
+        )
     for name in args.ngram:
         figures += [figure_of(row, row["name"]) for row in part(name)]
     figures += answers_figures(row for name in args.answers for row in part(name))
@@ -97,7 +98,7 @@ def acceptance_figures(place: str, copies: Rows, own: Rows) -> list[Figure]:
     return figures
 
 
-def serving_figures(rows: Rows) -> list[Figure]:
+def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
     """Return what servers that draft in 4 bits reach, against plain SGLang and against the same
     target whose drafts read the model's own weights, and how much longer they take to start."""
     values = {row["name"].removeprefix(SERVE): row for row in rows if row["name"].startswith(SERVE)}
