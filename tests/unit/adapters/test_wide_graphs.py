@@ -64,7 +64,10 @@ def make(monkeypatch):
         if most_rows is not None:
             weights = SimpleNamespace(most_rows=most_rows, in_force=forward.copies)
         drafts = DraftRows(max_batch, 16, 8, 32, torch.device("cpu"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         graphs = WideGraphs(forward, attention, drafts, max_draft_len, weights)
+        # The start times each graph.
+        forward.replayed.clear()
         return SimpleNamespace(forward=forward, graphs=graphs, begun=begun)
 
     return made
