@@ -1,4 +1,4 @@
-"""Decode rate of a pass: tokens while every request decodes, without prefill and stragglers."""
+"""Decode rate of passes: tokens while every request decodes, without prefill and stragglers."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ def decode_rate(ttfts: Sequence[float], itls: Sequence[Sequence[float]]) -> Deco
                 counts[min(int((time - begin) / length), _BLOCKS - 1)] += 1
     estimate = Estimate.of(torch.tensor(counts) / length)
     return DecodeRate(estimate.mean, estimate.half_width, steady=True)
+
+
+def rate_of_passes(rates: Sequence[DecodeRate]) -> DecodeRate:
+    """Return the rate of passes with as many tokens each, one after the other: all tokens over all
+    time. With several passes the spread is that of the time of a token over them."""
+    if len(rates) == 1:
+        return rates[0]
+    times = Estimate.of(torch.tensor([1 / rate.tokens_per_s for rate in rates]))
+    spread = times.half_width / times.mean**2
+    return DecodeRate(1 / times.mean, spread, steady=all(rate.steady for rate in rates))

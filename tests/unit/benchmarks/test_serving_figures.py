@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from serving import tables
-from serving.decode_rate import decode_rate
+from serving.decode_rate import decode_rate, rate_of_passes
 from serving.figures import all_figures, best, decode_rate_of
 from serving.identity import read_identity
 from serving.records import DecodeRate, Pass, Record, append, consecutive, latest, read, write
@@ -32,6 +32,17 @@ def by_name(records):
 def as_rows(figures):
     """Return figures in the form in which a result is read."""
     return {name: asdict(figure) for name, figure in figures.items()}
+
+
+def test_the_rate_of_several_passes_is_all_tokens_over_all_time():
+    passes = [DecodeRate(100.0, 5.0, steady=True), DecodeRate(300.0, None, steady=False)]
+    assert rate_of_passes(passes[:1]) == passes[0]
+    rate = rate_of_passes(passes)
+    # 300 tokens take 3 s, and then 1 s.
+    assert rate.tokens_per_s == pytest.approx(600 / 4)
+    assert rate.spread is not None
+    assert rate.spread > 0
+    assert not rate.steady
 
 
 def test_decode_rate_is_that_of_the_time_in_which_all_decode():
