@@ -236,6 +236,21 @@ EXACTRES_TITLES = {
     "exactres.roundtrip.mismatches": ("values that came back with other bits", "0"),
     "exactres.patterns": ("bit patterns in cells of an anchor, of 1,048,576", "all"),
 }
+DRAFT_COST_TITLES = {
+    "w4.products.m1": ("products of a layer, 1 row, times as fast as bf16", "2"),
+    "w4.products.m16": ("the same, 16 rows", "1.6"),
+    "w4.products.m48": ("the same, 48 rows", "1.4"),
+    "w4.accept.vs_target_weights": (
+        "accepted drafts, share of the model's own weights, eval-31m at 32K",
+        "0.95",
+    ),
+    "cheap.8b.32k.bs1.exact": ("8B, 1 x 32K, `exact`, times plain SGLang", "1.6"),
+    "cheap.8b.32k.bs16.exact": ("8B, 16 x 32K, `exact`", "2.6"),
+    "cheap.8b.32k.bs16.int8": ("8B, 16 x 32K, `int8`", "2.9"),
+    "cheap.8b.32k.saturated.int8": ("8B at 32K, as many requests as fit, `int8`", "4"),
+    "draft_cost.identity.answers": ("answers compared with drafting off", "300"),
+    "draft_cost.identity.mismatches": ("of them differ", "0"),
+}
 # Ways to multiply, as they are called in figures.
 PRODUCTS = {"torch": "torch.mm", "sglang": "SGLang, Triton", "deepgemm": "DeepGEMM"}
 INT4_ROWS = (1, 4, 8, 16, 32, 48, 64)
@@ -271,6 +286,7 @@ def all_tables() -> dict[str, str]:
         "draft_projection": _goals(
             _figures("draft_weights_vocabulary_eval31m_2k"), PROJECTION_TITLES
         ),
+        "draft_cost": _goals(_figures("draft_cost"), DRAFT_COST_TITLES),
         "ngram": ngram_table(RESULTS / "ngram_cpu.json"),
         "architectures": architectures_table(RESULTS / "architectures.json"),
         "products": products_table(_figures("deterministic_kernels")),
@@ -361,7 +377,7 @@ def int4_table(figures: Sequence[Mapping[str, Any]], marlin: Sequence[Mapping[st
         "|---|---|---|---|---|",
     ]
     for count in INT4_ROWS:
-        name = f"w4.triton_best.m{count}"
+        name = f"w4.products.m{count}"
         other = theirs.get(f"w4.marlin.m{count}")
         lines.append(
             f"| {count} | {ours[f'w4.bf16.m{count}.us']:.0f} | {ours[f'{name}.us']:.0f} | "
