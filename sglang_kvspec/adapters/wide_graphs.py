@@ -63,6 +63,9 @@ class WideGraphs:
                 self._capture(size, context.stream)
         self.rows.clear()
         self._empty_s = {size: self._time(self._graphs[size]) for size in self.sizes}
+        if not self.sizes:
+            # Requests of one draft need no step of several tokens.
+            return
         smallest, largest = self.sizes[0], self.sizes[-1]
         logger.info(
             "KVSpec: captured draft steps of several tokens for %d sizes in %.1f s; without "

@@ -99,7 +99,10 @@ class OverlappedRounds:
             assert self.next is not None
             self._cancel_plan()
             schedule = replace(self.next, held=started.held)
-            started.plan = self.starter.plan(batch, started.unseen_lens, schedule)
+            # Drafts that are in the states already are drafts of this round, too.
+            started.plan = self.starter.plan(
+                batch, started.unseen_lens, schedule, drafts=any(started.lens)
+            )
         elif started is not None and started.plan is not None:
             self.starter.planner.fetch_ahead(started.plan)
         self.ahead = None
@@ -141,7 +144,12 @@ class OverlappedRounds:
         if kv.plan.host_pages and not batch.late and not self.starter.arrivals.come_with_requests:
             # The residuals of its verifications move while the server sends this round's tokens.
             self.ahead.plan = self.starter.planner.plan_ahead(
-                states, batch.pages, self.ahead.unseen_lens, self.next.budget, self.next.held
+                states,
+                batch.pages,
+                self.ahead.unseen_lens,
+                self.next.budget,
+                self.next.held,
+                drafts=any(self.ahead.lens),
             )
 
     def interrupt(self) -> None:

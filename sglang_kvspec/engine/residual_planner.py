@@ -82,8 +82,11 @@ class ResidualPlanner:
         lens: Sequence[int],
         budget: RoundBudget,
         held: Collection[int] = (),
+        *,
+        drafts: bool,
     ) -> RoundPlan:
-        """Plan a round before the server has said which requests stay for it.
+        """Plan a round before the server has said which requests stay for it. drafts: as in plan(),
+        also for drafts that the states have by now.
 
         Requests that have all their tokens are about to leave, and are not planned for. If other
         forwards come first, call cancel(). If none has come, call fetch_ahead(): it is not called
@@ -96,7 +99,7 @@ class ResidualPlanner:
             [lens[i] for i in going],
             budget,
             [place for place, i in enumerate(going) if i in held],
-            drafts=any(lens),
+            drafts=drafts,
             starts_ahead=False,
         )
         return replace(plan, verify=tuple(going[i] for i in plan.verify))

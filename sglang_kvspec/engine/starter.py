@@ -50,7 +50,7 @@ class RoundStarter:
             held=schedule.held,
         )
         if plans and self.kv.plan.host_pages:
-            started.plan = self.plan(batch, lens, schedule)
+            started.plan = self.plan(batch, lens, schedule, drafts=any(lens))
         if any(schedule.alone) and not started.verify:
             started.lens = lens = list(schedule.alone)
             started.num_steps = max(lens)
@@ -77,10 +77,13 @@ class RoundStarter:
         started.lens = [len(state.drafts) - count + unseen for state, count, unseen in triples]
         started.num_steps = max(started.lens)
 
-    def plan(self, batch: RoundBatch, lens: Sequence[int], schedule: RoundSchedule) -> RoundPlan:
-        """Decide which requests verify, and start to move pages for them."""
+    def plan(
+        self, batch: RoundBatch, lens: Sequence[int], schedule: RoundSchedule, *, drafts: bool
+    ) -> RoundPlan:
+        """Decide which requests verify, and start to move pages for them. lens: drafts that the
+        round adds to those in the states. drafts: True if it adds any, or has added them."""
         held = batch.late | schedule.held
-        drafts = any(lens) or any(schedule.alone)
+        drafts = drafts or any(schedule.alone)
         return self.planner.plan(
             batch.states, batch.pages, lens, schedule.budget, held, drafts=drafts
         )

@@ -12,6 +12,9 @@ from typing import NamedTuple
 SHORTEST, LONGEST = 2, 6
 # Tokens that an index keeps, 5 bytes each.
 MOST_TOKENS = 65_536
+# Places whose lowest bytes match, and whose tokens do not, that a search looks at. Text has few. A
+# prompt of tokens with one lowest byte has as many as tokens, which would take the CPU 0.1 s.
+MOST_MISSES = 128
 # Place of the lowest byte of a token, and bytes of a token.
 LOWEST, TOKEN_BYTES = (0 if sys.byteorder == "little" else 3), 4
 # Separates the texts of several requests. No model has this token.
@@ -68,19 +71,20 @@ class NgramIndex:
 
     def find(self, newest: Sequence[int]) -> Match | None:
         """Return the last occurrence, in the text, of the longest suffix of `newest` that has one;
-        None if its last SHORTEST tokens have none. newest: at least the newest LONGEST tokens, as
-        far as there are so many."""
+        None if its last SHORTEST tokens have none. Gives up after MOST_MISSES. newest: at least the
+        newest LONGEST tokens, as far as there are so many."""
         tokens, wanted = self._tokens, array("i", newest[-LONGEST:])
         lowest = _lowest_bytes(wanted)
         # An n-gram counts once a token follows it.
-        length, before, found = SHORTEST, len(tokens) - 1, None
-        while length <= len(wanted) and before > 0:
+        length, before, found, misses = SHORTEST, len(tokens) - 1, None, 0
+        while length <= len(wanted) and before > 0 and misses < MOST_MISSES:
             first = self._lowest.rfind(lowest[-length:], 0, before)
             if first < 0:
                 break
             # A longer occurrence of what is found here can only be an earlier one.
             before = first + length - 1
             if tokens[first : first + length] != wanted[-length:]:
+                misses += 1
                 continue
             while length < len(wanted) and first and tokens[first - 1] == wanted[-length - 1]:
                 first, length = first - 1, length + 1

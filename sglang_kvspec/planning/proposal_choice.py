@@ -80,7 +80,13 @@ def choose_step(
         if is_begun:
             rates[STOP] = rate([each.drafts for each in requests], times.waited_rest)
     if has_proposals:
+        # A step has the least width with room for its tokens. Wider ones would make no more drafts,
+        # and the time of another step would be taken for theirs.
+        tokens = 1 + max(each.num_proposed for each in requests)
+        widest = min((width for width in times.wide if width >= tokens), default=tokens)
         for width, step_s in times.wide.items():
+            if width > widest:
+                continue
             gains = [each.gain(width) for each in requests]
             rates[width] = max(
                 rate(drafts, seconds) for drafts, seconds in _ways(requests, gains, step_s, times)

@@ -96,3 +96,10 @@ def test_the_smallest_step_with_room_is_replayed(make):
 def test_more_requests_have_fewer_tokens_each(make):
     graphs = make(max_batch=20).graphs
     assert [graphs.most_tokens(n) for n in (1, 4, 5, 16, 17)] == [16, 16, 4, 4, 1]
+
+
+def test_requests_of_one_draft_have_no_steps_of_several_tokens(make):
+    graphs = make(max_draft_len=1).graphs
+    assert not graphs.sizes
+    assert not graphs.empty_step_s(1)
+    assert graphs.most_tokens(1) == 1

@@ -21,10 +21,12 @@ class Planner:
 
     def plan(self, states, pages, lens, budget, held, *, drafts):
         self.done.append("plan")
+        self.lens, self.drafts = lens, drafts
         return RoundPlan(tuple(i for i in range(len(states)) if i not in held))
 
-    def plan_ahead(self, states, pages, lens, budget, held):
+    def plan_ahead(self, states, pages, lens, budget, held, *, drafts):
         self.done.append("plan ahead")
+        self.lens, self.drafts = lens, drafts
         return RoundPlan(tuple(range(len(states))))
 
     def fetch_ahead(self, plan):
@@ -131,6 +133,27 @@ def test_verifications_are_planned_ahead_only_where_fetches_are_sure_to_help(fak
     rounds = Rounds(fakes, 3, arrivals=arrivals, **options)
     assert rounds.launch(fakes.batch_of([request_state()], late=late)).plan is None
     assert rounds.done == ["draft", "flush"]
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_drafts_that_the_cpu_knows_are_drafts_of_the_round(fakes, is_interrupted):
+    """A round without drafts must verify, whatever its fetches take. This round has made some."""
+
+    def draft(batch, lens):
+        for state, count in zip(batch.states, lens, strict=True):
+            state.drafts.extend(range(count))
+
+    rounds = Rounds(fakes, 3)
+    rounds.drafter.draft = draft
+    batch = fakes.batch_of([request_state()])
+    rounds.launch(batch)
+    if is_interrupted:
+        rounds.overlap.interrupt()
+        rounds.overlap.take(batch)
+    planner = rounds.starter.planner
+    assert planner.drafts
+    # They are in the states, and the round adds none to them.
+    assert planner.lens == [0]
 
 
 def test_a_launched_round_is_taken_once(fakes):

@@ -70,7 +70,7 @@ def test_requests_about_to_leave_are_not_planned_for(encoded):
     states = [of_pages("a", 2), of_pages("b", 2), of_pages("c", 2)]
     states[0].remaining = 0
     kv.residuals.evict(kv.residuals.table.pages_in(range(1, 7), ResidualState.RESIDENT))
-    planned = planner.plan_ahead(states, ids, [4, 4, 4], PLENTY)
+    planned = planner.plan_ahead(states, ids, [4, 4, 4], PLENTY, drafts=True)
     # Indices of the plan are those of the batch.
     assert planned.verify == (1,)
     assert set(planned.fetch) == {3, 4}
@@ -83,7 +83,7 @@ def test_held_requests_of_a_plan_made_ahead_are_those_of_the_batch(encoded):
     states = [of_pages("a", 2), of_pages("b", 2), of_pages("c", 2)]
     states[0].remaining = 0
     kv.residuals.evict(kv.residuals.table.pages_in(range(1, 7), ResidualState.RESIDENT))
-    planned = planner.plan_ahead(states, ids, [4, 4, 4], PLENTY, held={1})
+    planned = planner.plan_ahead(states, ids, [4, 4, 4], PLENTY, held={1}, drafts=True)
     assert planned.verify == (2,)
 
 
@@ -93,7 +93,9 @@ def test_pages_of_later_rounds_are_fetched_once_no_other_forward_can_come(encode
     table = kv.residuals.table
     kv.residuals.evict(table.pages_in(range(1, 7), ResidualState.RESIDENT))
     budget = RoundBudget(2, 5)
-    planned = planner.plan_ahead([of_pages(r, 2) for r in "abc"], ids, [4, 4, 4], budget)
+    planned = planner.plan_ahead(
+        [of_pages(r, 2) for r in "abc"], ids, [4, 4, 4], budget, drafts=True
+    )
     assert len(planned.fetch) == 2
     assert len(planned.ahead) == 3
     assert set(table.pages_in(range(1, 7), ResidualState.STORED)) >= set(planned.ahead)
@@ -108,7 +110,7 @@ def test_a_cancelled_plan_takes_no_turn(encoded):
     kv = encoded(4, cache_pages=2)
     ids, states = [pages(1, 2, 5), pages(3, 4, 6)], [of_pages("a", 2), of_pages("b", 2)]
     planner = ResidualPlanner(kv)
-    first = planner.plan_ahead(states, ids, [4, 4], PLENTY).verify
+    first = planner.plan_ahead(states, ids, [4, 4], PLENTY, drafts=True).verify
     planner.cancel()
     assert plan(planner, states, ids, [4, 4]).verify == first
     assert plan(planner, states, ids, [4, 4]).verify != first

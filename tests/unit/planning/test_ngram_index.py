@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from sglang_kvspec.planning.ngram_index import LONGEST, SEPARATOR, SHORTEST, NgramIndex
+from sglang_kvspec.planning.ngram_index import (
+    LONGEST,
+    MOST_MISSES,
+    SEPARATOR,
+    SHORTEST,
+    NgramIndex,
+)
 
 
 def searched(text, newest):
@@ -125,3 +131,13 @@ def test_memory_is_bounded_and_the_newest_half_is_kept():
 def test_a_bound_of_no_use_is_refused():
     with pytest.raises(ValueError, match="most_tokens must be at least 12, got 11"):
         NgramIndex(most_tokens=11)
+
+
+def test_a_search_gives_up_in_a_text_of_one_lowest_byte():
+    """Anyone may send such a prompt, and the search of all of it takes the CPU 0.1 s a draft."""
+    wanted, other = [256 * n for n in range(1, 3)], 256 * 7
+    few, many = NgramIndex(), NgramIndex()
+    few.extend([*wanted, *[other] * (MOST_MISSES // 2)])
+    many.extend([*wanted, *[other] * (MOST_MISSES * 2)])
+    assert few.find(wanted) == (2, 1)
+    assert many.find(wanted) is None

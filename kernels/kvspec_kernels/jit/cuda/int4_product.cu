@@ -156,7 +156,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_product(
     int* __restrict__ arrived, int num_rows, int num_columns, int depth, int num_chunks,
     i64 stride) {
     extern __shared__ __align__(16) u8 stages[];
-    __shared__ float sums[2][PLANES * ROWS];
+    // Read and written in pairs.
+    __shared__ __align__(16) float sums[2][PLANES * ROWS];
     __shared__ int num_before;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     int block = blockIdx.x, blocks = gridDim.x;
