@@ -43,10 +43,14 @@ class CudaTile:
         return self.stages * self.rows * (2 * CHUNK + 64)
 
 
-def supported(x: torch.Tensor, num_columns: int) -> bool:
-    """Return True if the kernel covers rows x [M, K] and a weight of so many columns."""
+def supported(x: torch.Tensor, num_columns: int, bias: torch.Tensor | None = None) -> bool:
+    """Return True if the kernel covers rows x [M, K], a weight of so many columns, and its bias."""
+    has_pairs = bias is None or (
+        bias.dtype == torch.bfloat16 and bias.is_contiguous() and bias.data_ptr() % 4 == 0
+    )
     return (
-        x.device.type == "cuda"
+        has_pairs
+        and x.device.type == "cuda"
         and torch.cuda.get_device_capability(x.device) >= (9, 0)
         and x.dtype == torch.bfloat16
         and x.shape[1] % ROW_STEP == 0

@@ -162,7 +162,7 @@ def product(
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.num_inputs} inputs")
     if bias is not None and bias.shape != (weight.num_columns,):
         raise ValueError(f"bias {list(bias.shape)} does not fit {weight.num_columns} columns")
-    tile = choose_cuda_tile(x, weight.num_columns)
+    tile = choose_cuda_tile(x, weight.num_columns, bias)
     if tile is not None:
         return multiply_in_cuda(x, weight, bias, tile)
     return multiply(x, weight, bias, choose_tile(len(x)))
@@ -173,10 +173,12 @@ def choose_tile(num_rows: int) -> Tile:
     return CHOSEN[next((rows for rows in CHOSEN if num_rows <= rows), MOST_ROWS)]
 
 
-def choose_cuda_tile(x: torch.Tensor, num_columns: int) -> CudaTile | None:
+def choose_cuda_tile(
+    x: torch.Tensor, num_columns: int, bias: torch.Tensor | None = None
+) -> CudaTile | None:
     """Return the tile in CUDA for a product with rows x [M, K], or None if Triton is faster, or the
     kernel does not cover the product."""
-    if not cuda_int4_products.supported(x, num_columns):
+    if not cuda_int4_products.supported(x, num_columns, bias):
         return None
     return next((tile for tile in CUDA_TILES if len(x) <= tile.rows), None)
 

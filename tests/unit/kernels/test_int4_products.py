@@ -145,12 +145,15 @@ def test_every_cuda_tile_equals_the_reference(tile, num_columns, programs, devic
 
 @pytest.mark.gpu
 def test_few_rows_run_in_cuda(device):
-    x, _, _ = draw(17, 40, 136, device)
-    assert choose_cuda_tile(x[:1], 40) == CUDA_TILES[0]
+    x, _, bias = draw(17, 40, 136, device)
+    assert choose_cuda_tile(x[:1], 40, bias) == CUDA_TILES[0]
     assert choose_cuda_tile(x[:9], 40) == CUDA_TILES[1]
     # More rows, odd columns, inputs that are no multiple of 8, another dtype.
     for rows, num_columns in ((x, 40), (x[:1], 41), (x[:1, :100], 40), (x[:1].half(), 40)):
         assert choose_cuda_tile(rows, num_columns) is None
+    # Biases that the kernel cannot read as pairs of bf16.
+    for other in (bias.float(), bias[1:], bias.repeat_interleave(2)[::2]):
+        assert choose_cuda_tile(x[:1], 40, other) is None
 
 
 def test_other_devices_run_in_triton():
