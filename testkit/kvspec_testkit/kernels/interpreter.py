@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from triton.runtime import interpreter
 
@@ -34,6 +35,17 @@ def exact_fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor
     inexact = (error != 0) & error.isfinite() & (bits & 1 == 0)
     # Round to odd, so that the second rounding, to fp32, gives the result of a single one.
     return torch.where(inexact, bits + step, bits).view(torch.float64).float()
+
+
+def dot_by_rows(
+    builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
+) -> Any:
+    """Multiply as InterpreterBuilder.create_dot() does, with rows that do not depend on each other,
+    as those of a GPU's matrix instruction: products are added in fp64, and rounded once. On some
+    CPUs numpy adds fp32 in another order for one row than for many."""
+    wide = np.float64 if d.data.dtype.kind == "f" else d.data.dtype
+    total = np.matmul(a.data, b.data, dtype=wide) + d.data
+    return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
 
 def _reciprocal(values: Values) -> torch.Tensor:

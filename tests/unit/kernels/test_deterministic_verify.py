@@ -7,10 +7,12 @@ import dataclasses
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.jit import chunks, cuda_verify
 from kvspec_testkit.kernels.cases import make_case, results_for
+from kvspec_testkit.kernels.interpreter import dot_by_rows
 
 PAGE, CHUNK = 64, 128
 # Past pages and tokens of the tail, all of which are queries. Chunks have two pages: the requests
@@ -24,6 +26,12 @@ SHAPES = [
     (Uniform4Settings, 96, 1, 1, torch.bfloat16),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def rows_by_themselves(monkeypatch):
+    """Rows of a product do not depend on each other in the interpreter either."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_by_rows)
 
 
 @pytest.fixture(autouse=True)
