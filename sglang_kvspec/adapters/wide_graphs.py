@@ -10,7 +10,7 @@ import torch
 from sglang_kvspec.adapters.compat.parallel_state import graph_capture
 from sglang_kvspec.adapters.draft_weights import DraftWeights
 from sglang_kvspec.adapters.forward_capture import ForwardCapture
-from sglang_kvspec.adapters.step_graphs import TIMED_STEPS, WARM_UPS, weights_for
+from sglang_kvspec.adapters.step_graphs import WARM_UPS, time_empty_replay, weights_for
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.step_attention import StepAttention
@@ -61,8 +61,10 @@ class WideGraphs:
             # Large graphs first: small ones then fit in their memory.
             for size in reversed(self.sizes):
                 self._capture(size, context.stream)
+        self._empty_s = {
+            size: time_empty_replay(self._graphs[size], self.rows) for size in self.sizes
+        }
         self.rows.clear()
-        self._empty_s = {size: self._time(self._graphs[size]) for size in self.sizes}
         if not self.sizes:
             # Requests of one draft need no step of several tokens.
             return
@@ -105,17 +107,6 @@ class WideGraphs:
     def _size(self, num_requests: int, num_tokens: int) -> tuple[int, int]:
         fits = (s for s in self.sizes if s[0] >= num_requests and s[1] >= num_tokens)
         return min(fits, key=lambda size: (size[1], size[0]))
-
-    def _time(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Return the seconds of a step, the least of TIMED_STEPS. The rows must be clear."""
-        seconds = []
-        for _ in range(TIMED_STEPS):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            graph.replay()
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - begin)
-        return min(seconds)
 
     def _capture(self, size: tuple[int, int], stream: torch.cuda.Stream) -> None:
         batch, num_rows = size

@@ -73,6 +73,12 @@ SWITCH = Flag(
     hint=": write --kvspec, or `kvspec: true` in a --config file",
 )
 
+NEEDS_NGRAMS = Need(
+    drafts_with_ngrams,
+    "{flag} {value} has no effect with --kvspec-drafter {config.drafter} (allowed: ngram)",
+    note="needs `--kvspec-drafter ngram`",
+)
+
 FLAGS: tuple[Flag, ...] = (
     Flag(
         "target",
@@ -213,14 +219,7 @@ FLAGS: tuple[Flag, ...] = (
         default=False,
         help="on a GPU, propose wherever n-grams match, also where the server expects fewer "
         "tokens/s from that",
-        needs=(
-            Need(
-                drafts_with_ngrams,
-                "{flag} {value} has no effect with --kvspec-drafter {config.drafter} (allowed: "
-                "ngram)",
-                note="needs `--kvspec-drafter ngram`",
-            ),
-        ),
+        needs=(NEEDS_NGRAMS,),
     ),
     Flag(
         "ngram_shared",
@@ -228,14 +227,7 @@ FLAGS: tuple[Flag, ...] = (
         default=False,
         help="propose n-grams of the server's recent outputs, too, not only of the request's own "
         "text; the time of an answer could then tell one user about the text of another",
-        needs=(
-            Need(
-                drafts_with_ngrams,
-                "{flag} {value} has no effect with --kvspec-drafter {config.drafter} (allowed: "
-                "ngram)",
-                note="needs `--kvspec-drafter ngram`",
-            ),
-        ),
+        needs=(NEEDS_NGRAMS,),
     ),
     Flag(
         "draft_weights",

@@ -91,7 +91,7 @@ def choose_step(
             rates[width] = max(
                 rate(drafts, seconds) for drafts, seconds in _ways(requests, gains, step_s, times)
             )
-    # Of equal choices, the first: ordinary steps.
+    # max() takes the first of equal choices: ordinary steps.
     return max(rates, key=lambda choice: rates[choice])
 
 

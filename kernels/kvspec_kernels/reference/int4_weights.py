@@ -209,7 +209,7 @@ def _upper_factor(moment: torch.Tensor) -> torch.Tensor:
         lower, info = torch.linalg.cholesky_ex(reverse)
         # Large layers take a gigabyte a matrix: none is kept longer than it is needed.
         del reverse
-        # What is not finite in a row makes its diagonal so. A GPU is asked once.
+        # A value that is not finite makes the diagonal of its row so. One check waits once.
         if (info == 0) & lower.diagonal().isfinite().all():
             upper: torch.Tensor = lower.flip(0, 1).contiguous()
             return upper

@@ -152,7 +152,7 @@ def test_drafts_that_the_cpu_knows_are_drafts_of_the_round(fakes, is_interrupted
         rounds.overlap.take(batch)
     planner = rounds.starter.planner
     assert planner.drafts
-    # They are in the states, and the round adds none to them.
+    # The drafts are in the states, and the round adds none to them.
     assert planner.lens == [0]
 
 

@@ -181,7 +181,7 @@ def test_a_request_without_matches_does_not_keep_others_from_theirs(serve):
     assert machine.kinds.count("ordinary") < 5
     own = 4 * (DRAFT_LEN + 1) / (DRAFT_LEN * ORDINARY_S + REST_S)
     assert tokens_per_s(machine, states) > 1.2 * own
-    # It goes on, with fewer drafts a round.
+    # The request without matches goes on, with fewer drafts a round.
     assert len(states[3].output) > 40
 
 

@@ -160,7 +160,7 @@ def test_a_trial_reads_drafts_where_nothing_was_verified():
     ngrams.begin_trial(ngrams.look_up([2]), [2], 2)
     ngrams.end_trial([0, 1], [2, 3, 4])
     assert ngrams.look_up([2]).probability == pytest.approx(2.9 / 3.8)
-    # It is over.
+    # The trial is over.
     ngrams.end_trial([0, 1], [2, 9])
     assert ngrams.look_up([2]).probability == pytest.approx(2.9 / 3.8)
 
