@@ -156,10 +156,14 @@ class SelectiveDrafter:
         self._proposed.note_times(last.name, last.clock.report_ms())
 
     def _draft_ordinary(
-        self, batch: RoundBatch, lens: Sequence[int], last: _LastRound
+        self,
+        batch: RoundBatch,
+        lens: Sequence[int],
+        last: _LastRound,
+        declined: Mapping[int, Proposal] | None = None,
     ) -> DraftedTokens | None:
         """Draft without proposals. Learn what proposals would have brought while the device
-        drafts."""
+        drafts. declined: proposals that the round has been found not to pay for, None to look."""
         moment = _Moment.of(batch, lens)
         self._timer.start()
         made = self._ordinary.draft(batch, lens)
@@ -167,12 +171,14 @@ class SelectiveDrafter:
         last.num_steps = max(lens)
         self._last = last
         self._proposed.observe_ordinary(batch, lens)
-        found = self._look_up(moment)
+        found = self._look_up(moment) if declined is None else declined
         for i, proposal in found.items():
             state = batch.states[i]
             assert state.ngrams is not None
             state.ngrams.begin_trial(proposal, state.drafts[: moment.known[i]], len(state.output))
-        self._may_pay = self._choose(moment, found, last.clock, 0.0) != ORDINARY or self._always
+        self._may_pay = self._always or (
+            declined is None and self._choose(moment, found, last.clock, 0.0) != ORDINARY
+        )
         return made
 
     def _draft_proposed(
@@ -186,7 +192,7 @@ class SelectiveDrafter:
             found = self._look_up(moment)
             choice = self._choose(moment, found, last.clock, spent_s)
             if choice == ORDINARY and not is_begun:
-                return self._draft_ordinary(batch, lens, last)
+                return self._draft_ordinary(batch, lens, last, found)
             if choice == ORDINARY:
                 self._proposed.observe_ordinary(batch, moment.left)
                 return self._ordinary.draft(batch, moment.left)
