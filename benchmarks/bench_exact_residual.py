@@ -9,8 +9,8 @@ to fp16. Prompts follow each other until the models together have --values value
 65536 bit patterns in every cell of an anchor of the last model: a few values of each page are
 replaced after its anchor was made. Runs on a CPU, in plain torch.
 
-exactres.bits counts the whole record of every page, used or not, and 16 more bits an element for a
-record that does not fit.
+exactres.bits counts the whole record of every page, used or not, and the raw V of a record that
+does not fit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Found:
 
     @property
     def bits(self) -> float:
-        return self.layout.bits_per_element + 16 * self.fallback_share
+        raw_v = 8 * self.layout.raw_nbytes / (2 * self.layout.num_values)
+        return self.layout.bits_per_element + raw_v * self.fallback_share
 
 
 def main() -> None:
@@ -156,16 +157,16 @@ def add(found: dict[str, Found], key: str, anchored: KV, pages: KV) -> None:
     layout = PackedLayout(PAGE_SIZE, pages[0].shape[3], pages[0].dtype)
     anchors = codec.encode(*anchored).anchor
     known = (codec.decode_anchor(anchors), anchors, codec.anchor_layout, layout)
-    records, fits, used = packed_exact.encode(*pages, *known)
-    decoded = packed_exact.decode(records, *known)
+    packed = packed_exact.encode(*pages, *known)
+    decoded = packed_exact.decode(packed.records, packed.raw_v, *known)
     each = found.setdefault(key, Found(layout))
-    each.records += fits.numel()
-    each.unfit += int((~fits).sum())
+    each.records += packed.fits.numel()
+    each.unfit += int((~packed.fits).sum())
     each.values += sum(part.numel() for part in pages)
-    each.used_words += used.flatten().tolist()
+    each.used_words += packed.words.flatten().tolist()
     for ours, theirs in zip(decoded, pages, strict=True):
-        differ = (ours.view(torch.int16) != theirs.contiguous().view(torch.int16)).sum((1, 3))
-        each.mismatches += int(differ[fits].sum())
+        differ = ours.view(torch.int16) != theirs.contiguous().view(torch.int16)
+        each.mismatches += int(differ.sum())
 
 
 def all_patterns(

@@ -20,8 +20,16 @@ other from the lowest bit of the first word on. Then, from the next multiple of 
 the raw 16 bits of each value that escaped, in the order of the values. The next segment begins at
 the next word.
 
-A record has room for BODY_BITS an element. A page of a KV head that needs more does not fit: its
-record says so, and its values are kept elsewhere as raw bits.
+A record has room for BODY_BITS an element. A page of a KV head that needs more does not fit. Its
+record then holds K as raw bits, and V is kept elsewhere, as raw bits too:
+
+    +----------+----------------------+-------+
+    | fits     | 0                    | uint16|
+    | unused   | zero                 | uint16|
+    | unused   | [12], zero           | uint8 |
+    | k_bits   | [P, D] row-major     | KV    |
+    | unused   | zero                 | dtype |
+    +----------+----------------------+-------+
 
 Numbers of a value x of 16 bits, with anchor value a (as drafts read it, rounded to the KV dtype)
 and scale s of its group:
@@ -72,6 +80,8 @@ LAST_STEP = 2 * (FIRST_BITS - FAR_BITS)
 ESCAPE_BITS = 16
 TILE_VALUES = 256
 HEADER_BYTES = 4
+# Where K begins in a record that does not fit.
+RAW_OFFSET = 16
 
 
 def code_width(steps: int, mantissa_bits: int) -> int:
@@ -127,7 +137,13 @@ class PackedLayout:
         return (self.nbytes - self.body_offset) // 4
 
     @property
+    def raw_nbytes(self) -> int:
+        """Bytes of K as it is, and of V: what a record that does not fit leaves elsewhere."""
+        return self.num_values * self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
+        """Bytes of a record: room for BODY_BITS an element, and so for raw K."""
         body_bits = BODY_BITS[self.mantissa_bits] * 2 * self.num_values
         used = self.body_offset + int(body_bits) // 8
         return -(-used // RECORD_ALIGNMENT) * RECORD_ALIGNMENT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +13,7 @@ from kvspec_kernels.packed_format import (
     HEADER_BYTES,
     LAST_STEP,
     NEAR_ZERO,
+    RAW_OFFSET,
     PackedLayout,
     code_width,
 )
@@ -22,6 +25,17 @@ FP16_BIAS = 112
 WORD_BITS = 32
 
 
+class Packed(NamedTuple):
+    """Packed residuals of N pages. records: [N, H, nbytes] uint8. fits: which records fit, [N, H]
+    bool. words: words of a body that each needs, [N, H] int64. raw_v: V of records that do not fit,
+    in order of pages and heads, [number of them, raw_nbytes] uint8."""
+
+    records: torch.Tensor
+    fits: torch.Tensor
+    words: torch.Tensor
+    raw_v: torch.Tensor
+
+
 def encode(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -29,13 +43,9 @@ def encode(
     anchors: torch.Tensor,
     anchor_layout: RecordLayout,
     layout: PackedLayout,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Packed:
     """Encode pages k, v [N, P, H, D] of the layout's dtype. anchor_values: what the anchor records
-    `anchors` [N, H, bytes] decode to, like k and v.
-
-    Return records [N, H, nbytes] uint8, which of them fit, [N, H] bool, and the words of a body
-    that each needs, [N, H] int64. A record that does not fit is zero.
-    """
+    `anchors` [N, H, bytes] decode to, like k and v."""
     shape = (k.shape[0], k.shape[2])
     starts, bodies, used = [], [], torch.zeros(shape, dtype=torch.int64, device=k.device)
     for part, pages, values in zip("kv", (k, v), anchor_values, strict=True):
@@ -60,19 +70,25 @@ def encode(
     records[..., : layout.body_offset] = heads.contiguous().view(torch.uint8)
     words = body[..., : layout.body_words].to(torch.int32).contiguous()
     records[..., layout.body_offset :] = words.view(torch.uint8)
-    return records, fits, used
+    raw_k, raw_v = (_raw(pages)[~fits] for pages in (k, v))
+    unfit = records[~fits]
+    unfit[:, RAW_OFFSET : RAW_OFFSET + layout.raw_nbytes] = raw_k
+    records[~fits] = unfit
+    return Packed(records, fits, used, raw_v)
 
 
 def decode(
     records: torch.Tensor,
+    raw_v: torch.Tensor,
     anchor_values: tuple[torch.Tensor, torch.Tensor],
     anchors: torch.Tensor,
     anchor_layout: RecordLayout,
     layout: PackedLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode records that fit into new pages (k, v) [N, P, H, D], bit by bit what encode() was
-    given. Other arguments: as for encode(). The pages of a record that does not fit are garbage."""
+    """Decode records into new pages (k, v) [N, P, H, D], bit by bit what encode() was given. raw_v:
+    as encode() gave it; where rows are missing, V is garbage. Other arguments: as for encode()."""
     heads = records[..., : layout.body_offset].contiguous().view(torch.int16).long() & 0xFFFF
+    fits = heads[..., 0] == 1
     body = records[..., layout.body_offset :].contiguous().view(torch.int32).long() & 0xFFFFFFFF
     # A damaged record must not read outside of its body.
     body = F.pad(body, (0, 2))
@@ -88,6 +104,12 @@ def decode(
         raw = _get(body, begin + escape_begin + rank * ESCAPE_BITS, torch.full_like(code, 16))
         bits = torch.where(escaped, raw, rule.bits(code))
         pages.append(_pages(bits, part, layout))
+    raw_k = records[~fits][:, RAW_OFFSET : RAW_OFFSET + layout.raw_nbytes]
+    for page, raw in zip(pages, (raw_k, raw_v), strict=True):
+        by_head = page.transpose(1, 2)
+        at = torch.nonzero(~fits)[: len(raw)]
+        values = raw[: len(at)].contiguous().view(layout.dtype)
+        by_head[at[:, 0], at[:, 1]] = values.view(-1, layout.page_size, layout.head_dim)
     return pages[0], pages[1]
 
 
@@ -152,6 +174,11 @@ class _Rule:
 def _order(bits: torch.Tensor) -> torch.Tensor:
     """Return the place of each value among all numbers in order. bits: 16 bits, signed."""
     return torch.where(bits < 0, -1 - (bits & 0x7FFF), bits)
+
+
+def _raw(pages: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of pages [N, P, H, D] by head, [N, H, P * D * bytes of a value] uint8."""
+    return pages.transpose(1, 2).contiguous().flatten(2).view(torch.uint8)
 
 
 def _bits(pages: torch.Tensor) -> torch.Tensor:
