@@ -105,9 +105,7 @@ class PackedLayout:
     def __post_init__(self) -> None:
         check_sizes(self.page_size, self.head_dim, 4)
         if self.dtype not in MANTISSA_BITS:
-            raise FormatError(
-                f"a packed residual needs bf16 or fp16, got {self.dtype}: use the raw residual"
-            )
+            raise FormatError(f"packed residuals need a KV cache in bf16 or fp16, got {self.dtype}")
 
     @property
     def mantissa_bits(self) -> int:

@@ -65,6 +65,7 @@ def check_model(
         page_size=page_size,
         head_dim=model.head_dim,
         dtype=model.dtype,
+        packs=config.packs_residuals,
     )
     if on_gpu and not codec.settings.has_kernels:
         allowed = ", ".join(name for name in codec_names() if find_codec(name).has_kernels)
@@ -102,6 +103,11 @@ def _check_for_kernels(config: KVSpecConfig, model: Any, num_ranks: int) -> None
                 f"--kvspec cannot serve {model.model_path} on a GPU: {what} {value} "
                 f"(allowed: {allowed})"
             )
+    if config.packs_residuals:
+        raise UnsupportedError(
+            "--kvspec-exact-residual packed has no GPU kernels and serves on a CPU only (allowed "
+            "on a GPU: raw)"
+        )
     if config.draft_weights not in ("auto", "target") and model.dtype != torch.bfloat16:
         raise UnsupportedError(
             f"--kvspec-draft-weights {config.draft_weights} cannot serve {model.model_path} on a "

@@ -218,6 +218,7 @@ def codec_of(kvc: Any, config: KVSpecConfig) -> Codec:
         head_dim=kvc.model_config.head_dim,
         dtype=kvc.kv_cache_dtype,
         debug=debug_mode(),
+        packs=config.packs_residuals,
     )
 
 

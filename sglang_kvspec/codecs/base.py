@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kvspec_kernels.codecs import CodecSpec
+from sglang_kvspec.codecs.packed_residual import PackedResidual
 
 
 class EncodedPages(NamedTuple):
@@ -51,6 +52,11 @@ class Codec(Protocol):
     @property
     def residual_bytes(self) -> int:
         """Bytes of a residual record of the codec's target."""
+        ...
+
+    @property
+    def packed(self) -> PackedResidual | None:
+        """The form of residuals outside of the KV cache; None: they stay as they are."""
         ...
 
     @property

@@ -13,6 +13,7 @@ from kvspec_kernels.reference.codec import ReferenceCodec, reference_of
 from sglang_kvspec.codecs.accounting import bits_per_element
 from sglang_kvspec.codecs.base import EncodedPages
 from sglang_kvspec.codecs.checks import check_pages, check_records
+from sglang_kvspec.codecs.packed_residual import PackedResidual
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -20,7 +21,10 @@ KV = tuple[torch.Tensor, torch.Tensor]
 @dataclass(frozen=True)
 class RecordCodec:
     """base.Codec of any CodecSpec, by its reference functions. Raises FormatError for unsupported
-    sizes."""
+    sizes.
+
+    packs: residuals outside of the KV cache are packed.
+    """
 
     settings: CodecSpec
     target: Target
@@ -28,8 +32,10 @@ class RecordCodec:
     head_dim: int
     dtype: torch.dtype
     debug: bool = False
+    packs: bool = False
     anchor_layout: RecordLayout = field(init=False, repr=False)
     residual_layout: RecordLayout = field(init=False, repr=False)
+    packed: PackedResidual | None = field(init=False, repr=False)
     _reference: ReferenceCodec = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -39,6 +45,11 @@ class RecordCodec:
         layout = residual_layout(self.settings, self.target, *size, self.dtype)
         object.__setattr__(self, "residual_layout", layout)
         object.__setattr__(self, "_reference", reference_of(self.settings))
+        packed = None
+        if self.packs:
+            layouts = (self.anchor_layout, self.residual_layout)
+            packed = PackedResidual.of(self.settings, *layouts, *size, self.dtype)
+        object.__setattr__(self, "packed", packed)
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -43,9 +44,11 @@ def make_codec(
     dtype: torch.dtype,
     anchor_bits: int | None = None,
     debug: bool = False,
+    packs: bool = False,
 ) -> Codec:
     """Make the codec `name` with its default settings, bound to a model's sizes. anchor_bits: the
-    first of the codec's bit_choices unless given.
+    first of the codec's bit_choices unless given. packs: residuals outside of the KV cache are
+    packed; the target must be exact.
 
     Raises ConfigError naming the flag or model property, its value and what is allowed.
     """
@@ -57,10 +60,17 @@ def make_codec(
         allowed = ", ".join(str(d).removeprefix("torch.") for d in EXACT_DTYPES)
         raise ConfigError(f"the KV cache dtype must be one of {allowed}, got {dtype}")
     settings = spec.for_page(page_size, _checked_bits(spec, anchor_bits))
+    assert target == "exact" or not packs, "only residuals of the target exact are packed"
     try:
-        return RecordCodec(settings, target, page_size, head_dim, dtype, debug)
+        codec = RecordCodec(settings, target, page_size, head_dim, dtype, debug)
     except FormatError as error:
         raise ConfigError(f"--kvspec-codec {name}: {error}") from error
+    if not packs:
+        return codec
+    try:
+        return replace(codec, packs=True)
+    except FormatError as error:
+        raise ConfigError(f"--kvspec-exact-residual packed: {error}") from error
 
 
 def _checked_bits(spec: type[CodecSpec], anchor_bits: int | None) -> int:

@@ -28,6 +28,7 @@ from sglang_kvspec.core.network_flags import (
     DEFAULT_PREFIX_WAIT_MS,
     DEFAULT_PUBLISH_GBPS,
     LOOPBACK,
+    ExactResidual,
     Transfer,
 )
 
@@ -96,6 +97,7 @@ class KVSpecConfig:
     prefix_publish_gbps: float | None = DEFAULTS["prefix_publish_gbps"]
     prefix_wait_ms: float | None = DEFAULTS["prefix_wait_ms"]
     transfer: Transfer = DEFAULTS["transfer"]
+    exact_residual: ExactResidual = DEFAULTS["exact_residual"]
     link_gbps: float | None = DEFAULTS["link_gbps"]
     transfer_host: str = DEFAULTS["transfer_host"]
     transfer_keys: str | None = DEFAULTS["transfer_keys"]
@@ -130,6 +132,11 @@ class KVSpecConfig:
     def asked_budget(self) -> float | None:
         """Return the asked share of pages that drafts read, None for auto."""
         return None if self.draft_budget == AUTO_BUDGET else float(self.draft_budget)
+
+    @property
+    def packs_residuals(self) -> bool:
+        """Return True if residuals are packed outside of the KV cache."""
+        return self.exact_residual == "packed"
 
     @property
     def keeps_prefixes(self) -> bool:

@@ -79,6 +79,11 @@ def has_exact_target(config: Settings) -> bool:
     return bool(config.target == "exact")
 
 
+def has_uniform_anchors(config: Settings) -> bool:
+    """Return True if anchors are uniform4 codes of 4 bits."""
+    return bool(config.codec == "uniform4" and config.anchor_bits in (None, 4))
+
+
 def can_verify(config: Settings) -> bool:
     """Return False if a lossy transfer leaves explicit drafts nothing to verify against."""
     return not config.is_lossy or config.draft_len == 0
@@ -116,6 +121,12 @@ def is_split_over_servers(config: Settings, server: Server) -> bool:
 
 def keeps_prefixes(config: Settings, server: Server) -> bool:
     return server.arguments.get("disaggregation_mode") != "decode"
+
+
+def stores_or_sends_residuals(config: Settings, server: Server) -> bool:
+    """Return True if residuals leave the KV cache, to prefix tiers or in split transfers."""
+    sends = config.transfer == "split" and is_split_over_servers(config, server)
+    return bool(sends or config.keeps_prefixes)
 
 
 def has_prefix_cache(config: Settings, server: Server) -> bool:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import Literal
 
+from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
 from sglang_kvspec.core.flag_kinds import Number, Text, choice_of
 from sglang_kvspec.core.flag_needs import (
     PREFIX_TIER,
     SPLIT_OVER_SERVERS,
     Need,
+    ServerNeed,
     any_of,
     has_exact_target,
+    has_uniform_anchors,
+    stores_or_sends_residuals,
 )
 
 Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
+
+ExactResidual = Literal["raw", "packed"]
 
 DEFAULT_PUBLISH_GBPS = 0.1
 DEFAULT_PREFIX_WAIT_MS = 1000.0
@@ -77,6 +83,38 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
             ),
         ),
         server_needs=(SPLIT_OVER_SERVERS,),
+        table="transfer",
+    ),
+    Flag(
+        "exact_residual",
+        choice_of(ExactResidual),
+        default="raw",
+        help="form of the residuals of `exact` in prefix tiers, at prefix servers and in split "
+        "transfers: all bits (`raw`), or only what anchors do not tell (`packed`), about half as "
+        "many bytes",
+        note="both servers of a transfer, and all servers of a prefix server or folder, need the "
+        "same form to share pages; was not measured on a GPU",
+        needs=(
+            Need(
+                has_exact_target,
+                "{flag} {value} cannot be combined with --kvspec-target {config.target} (allowed: "
+                "exact)",
+                note="`packed` needs `--kvspec-target exact`, `uniform4` anchors of 4 bits and a "
+                "KV cache in bf16 or fp16",
+            ),
+            Need(
+                has_uniform_anchors,
+                "{flag} {value} needs --kvspec-codec uniform4 with --kvspec-anchor-bits 4",
+            ),
+        ),
+        server_needs=(
+            ServerNeed(
+                stores_or_sends_residuals,
+                "{flag} {value} has no effect without a prefix tier, or --kvspec-transfer split "
+                "with --disaggregation-mode prefill or decode",
+                error=ConfigError,
+            ),
+        ),
         table="transfer",
     ),
     Flag(

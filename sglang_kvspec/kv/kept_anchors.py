@@ -10,9 +10,9 @@ from xxhash import xxh3_64_intdigest
 
 from sglang_kvspec.kv.anchor_slots import AnchorSlots
 from sglang_kvspec.kv.cache import PagedKVCache
-from sglang_kvspec.kv.page_records import BATCH_PAGES
 from sglang_kvspec.kv.prefix_store import PageLink, PrefixHit, page_rows
 from sglang_kvspec.kv.residual_table import PageRef
+from sglang_kvspec.kv.stored_pages import BATCH_PAGES
 
 
 class KeptAnchors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,6 @@ import torch
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.geometry import KVGeometry
-
-# Pages copied at once. This bounds the memory of a copy, besides pools and tiers.
-BATCH_PAGES = 16
 
 
 class PageRecords(NamedTuple):
@@ -24,18 +21,6 @@ class PageRecords(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.anchors)
-
-    @classmethod
-    def empty(
-        cls, geometry: KVGeometry, codec: Codec, num_pages: int, *, pinned: bool = False
-    ) -> PageRecords:
-        """Return uninitialised records. pinned: a GPU can copy from them directly."""
-        shape = (num_pages, geometry.num_layers, geometry.num_kv_heads)
-        anchors, residuals = (
-            torch.empty((*shape, num_bytes), dtype=torch.uint8, pin_memory=pinned)
-            for num_bytes in (codec.anchor_bytes, codec.residual_bytes)
-        )
-        return cls(anchors, residuals)
 
     @classmethod
     def of_bytes(cls, geometry: KVGeometry, codec: Codec, data: torch.Tensor) -> PageRecords:
@@ -64,24 +49,12 @@ def copy_out(kv: PagedKVCache, pages: Sequence[int]) -> PageRecords:
     return PageRecords(kv.records.read_anchors(pages), kv.records.read_residuals(pages))
 
 
-def copy_in(
-    kv: PagedKVCache,
-    pages: Sequence[int],
-    records: PageRecords,
-    kept_slots: Mapping[int, int] | None = None,
-) -> None:
+def copy_in(kv: PagedKVCache, pages: Sequence[int], records: PageRecords) -> None:
     """Fill free pages with records that copy_out() gave for pages of this geometry and codec. The
     caller must not change the records afterwards. Residuals enter the cache while it has room; on a
     GPU with a store they enter the store only.
-
-    kept_slots: by i, the slot of kept anchors that pages[i] gets instead of records.anchors[i].
     """
     kv.begin_landing(pages)
-    if kept_slots:
-        missing = [i for i in range(len(pages)) if i not in kept_slots]
-        kv.records.write_anchors([pages[i] for i in missing], records.anchors[missing])
-        kv.records.restore_anchors(list(kept_slots.values()), [pages[i] for i in kept_slots])
-    else:
-        kv.records.write_anchors(pages, records.anchors)
+    kv.records.write_anchors(pages, records.anchors)
     kv.records.write_residuals(pages, records.residuals)
     kv.finish_encode(pages)

@@ -8,17 +8,18 @@ from typing import NamedTuple
 
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.kept_anchors import KeptAnchors
-from sglang_kvspec.kv.page_records import PageRecords
 from sglang_kvspec.kv.prefix_store import PageLink, PrefixHit, PrefixReader, page_rows
 from sglang_kvspec.kv.remote_tier import RemoteTier
+from sglang_kvspec.kv.residual_forms import ResidualForm
+from sglang_kvspec.kv.stored_pages import StoredPages
 
 
 class Found(NamedTuple):
     """The longest run of a prefix's whole pages, from the first on. sources: the tier of each
     page's residual. kept_slots: by place in the run, the slot of a page's kept anchors;
-    records.anchors has other bytes there. stamps: by place, known checksums of anchors."""
+    stored.anchors has other bytes there. stamps: by place, known checksums of anchors."""
 
-    records: PageRecords
+    stored: StoredPages
     sources: list[PrefixReader | RemoteTier]
     kept_slots: dict[int, int]
     stamps: dict[int, int]
@@ -29,6 +30,7 @@ class Found(NamedTuple):
 
 def read_prefix(
     kv: PagedKVCache,
+    form: ResidualForm,
     links: Sequence[PageLink],
     hits: tuple[PrefixHit, PrefixHit],
     tiers: tuple[PrefixReader | None, PrefixReader | None],
@@ -37,9 +39,8 @@ def read_prefix(
 ) -> Found:
     """Read the longest run of whole pages. tiers: host memory and disk. hits: the pages of `links`
     that each of the two has."""
-    is_pinned = kv.device.type == "cuda"
-    records = PageRecords.empty(kv.geometry, kv.codec, len(links), pinned=is_pinned)
-    anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
+    stored = StoredPages.empty(kv, form, len(links))
+    anchors, residuals = page_rows(stored.anchors), page_rows(stored.residuals)
     sources: dict[int, PrefixReader | RemoteTier] = {}
     kept_slots: dict[int, int] = {}
     stamps: dict[int, int] = {}
@@ -63,7 +64,7 @@ def read_prefix(
             sources[i] = remote
     length = next((i for i in range(len(links)) if i not in sources), len(links))
     return Found(
-        PageRecords(records.anchors[:length], records.residuals[:length]),
+        stored.first(length),
         [sources[i] for i in range(length)],
         {i: slot for i, slot in kept_slots.items() if i < length},
         {i: stamp for i, stamp in stamps.items() if i < length},

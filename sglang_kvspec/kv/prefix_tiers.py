@@ -8,7 +8,6 @@ from typing import Any
 
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.kept_anchors import KeptAnchors
-from sglang_kvspec.kv.page_records import BATCH_PAGES, copy_in, copy_out
 from sglang_kvspec.kv.page_sources import Loaded, PageSource
 from sglang_kvspec.kv.prefix_reads import Found, read_prefix
 from sglang_kvspec.kv.prefix_store import (
@@ -20,6 +19,8 @@ from sglang_kvspec.kv.prefix_store import (
     page_rows,
 )
 from sglang_kvspec.kv.remote_tier import RemoteTier
+from sglang_kvspec.kv.residual_forms import residual_form
+from sglang_kvspec.kv.stored_pages import BATCH_PAGES, write_stored
 
 _NO_HIT = PrefixHit([], 0)
 
@@ -49,6 +50,7 @@ class PrefixTiers:
         """make_host: opens an empty tier in host memory; None for no such tier. kept: anchors that
         stay in GPU memory, of prefixes that host memory or disk hold."""
         self._kv = kv
+        self._form = residual_form(kv.codec, kv.geometry)
         self._kept = kept
         self._make_host = make_host
         self._host = make_host() if make_host else None
@@ -57,6 +59,8 @@ class PrefixTiers:
         # True once weights change: the disk holds prefixes of the weights at the start.
         self._disk_is_stale = False
         self._loaded_bytes = {"anchors": 0, "residuals": 0}
+        # Times that a page needed more than a slot has, where a prefix then ends.
+        self._num_too_large = 0
 
     @property
     def is_empty(self) -> bool:
@@ -100,7 +104,7 @@ class PrefixTiers:
             batch = slice(first, min(first + BATCH_PAGES, len(pages)))
             found = self._read(links[batch])
             own = pages[first : first + len(found)]
-            copy_in(self._kv, own, found.records, found.kept_slots)
+            write_stored(self._kv, self._form, own, found.stored, found.kept_slots)
             self._note_loaded(links[first : first + len(found)], own, found)
             sources += self._sources(found)
             if len(found) < batch.stop - batch.start:
@@ -114,7 +118,8 @@ class PrefixTiers:
 
     def _read(self, links: Sequence[PageLink]) -> Found:
         hits = self._hits(links)
-        return read_prefix(self._kv, links, hits, (self._host, self.disk), self._remote, self._kept)
+        tiers = (self._host, self.disk)
+        return read_prefix(self._kv, self._form, links, hits, tiers, self._remote, self._kept)
 
     def _sources(self, found: Found) -> list[int]:
         def source_of(place: int) -> PageSource:
@@ -137,7 +142,7 @@ class PrefixTiers:
         """Count the pages whose anchors, and whose residuals, load() or an early start loaded."""
         page = self._kv.plan.page_bytes
         self._loaded_bytes["anchors"] += num_anchors * page.anchor
-        self._loaded_bytes["residuals"] += num_residuals * page.residual
+        self._loaded_bytes["residuals"] += num_residuals * self._form.slot_bytes
 
     def _hits(self, links: Sequence[PageLink]) -> tuple[PrefixHit, PrefixHit]:
         host, disk = self._host, self.disk
@@ -178,13 +183,18 @@ class PrefixTiers:
         """Put pages from index `first` on. Return how many pages the tier then has."""
         for start in range(first, len(pages), BATCH_PAGES):
             batch = slice(start, start + BATCH_PAGES)
-            records = copy_out(self._kv, pages[batch])
-            anchors, residuals = page_rows(records.anchors), page_rows(records.residuals)
+            own = pages[batch]
+            assert all(map(self._kv.is_encoded, own)), "only an encoded page has records"
+            anchors = page_rows(self._kv.records.read_anchors(own))
+            residuals = page_rows(self._form.read_slots(self._kv.records, own))
             if self._kept is not None:
-                self._kept.note_rows(pages[batch], anchors)
-            for i, row in enumerate(zip(links[batch], anchors, residuals, strict=True), start):
-                if not put(*row):
-                    return i
+                self._kept.note_rows(own, anchors)
+            for i, residual in enumerate(residuals):
+                if not put(links[start + i], anchors[i], residual):
+                    return start + i
+            if len(residuals) < len(own):
+                self._num_too_large += 1
+                return start + len(residuals)
         return len(pages)
 
     # Control plane
@@ -220,6 +230,7 @@ class PrefixTiers:
         tiers: dict[str, PrefixReader | None] = {"host": self._host, "disk": self._disk}
         report: dict[str, Any] = {name: _describe(tier) for name, tier in tiers.items() if tier}
         report["loaded_bytes"] = dict(self._loaded_bytes)
+        report["too_large"] = self._num_too_large
         if self._kept is not None:
             report["kept_anchors"] = self._kept.report()
         if self._disk is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.recent_window import RecentWindow
 from sglang_kvspec.kv.record_copies import RecordCopies
@@ -15,6 +16,16 @@ from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.residual_pages import Residuals
 from sglang_kvspec.kv.transfers import to_device
 from sglang_kvspec.planning.capacity import CapacityPlan
+
+
+class PackedPages(NamedTuple):
+    """Packed residuals of pages on the CPU. records: [num_pages, num_layers, num_kv_heads,
+    record_bytes] uint8. fits: which of them fit, bool. raw_v: V of the others, in their order,
+    [number of them, raw_v_bytes] uint8."""
+
+    records: torch.Tensor
+    fits: torch.Tensor
+    raw_v: torch.Tensor
 
 
 class Pages(Protocol):
@@ -47,6 +58,10 @@ class RecordTransfers:
     def __init__(self, kv: Pages, copies: RecordCopies) -> None:
         self._kv, self._copies = kv, copies
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._kv.device.type == "cuda"
+
     def warm_up(self) -> None:
         """Copy an empty page, to compile the kernels of copies and to allocate their memory. Call
         before the first request."""
@@ -73,6 +88,53 @@ class RecordTransfers:
     def write_residuals(self, pages: Sequence[int], records: torch.Tensor) -> None:
         """Store the residuals of pages that land."""
         self._kv.residuals.write_pages(pages, records)
+
+    def read_packed(self, pages: Sequence[int]) -> PackedPages:
+        """Return the residuals of encoded pages in the packed form, beside their anchors."""
+        assert all(map(self._kv.is_encoded, pages)), "only an encoded page has anchors"
+        packed, shape = self._packed, (len(pages), *self._kv.residuals.cache.page_shape[:-1])
+        done = packed.pack(self._anchors_on_device(pages), self._residuals_on_device(pages))
+        return PackedPages(
+            done.records.view(*shape, packed.record_bytes).cpu(),
+            done.fits.view(shape).cpu(),
+            done.raw_v.cpu(),
+        )
+
+    def write_packed(self, pages: Sequence[int], packed: PackedPages) -> None:
+        """Store packed residuals of pages that land, whose anchors are there."""
+        kv = self._kv
+        records, raw_v = (to_device(kv.device, part) for part in (packed.records, packed.raw_v))
+        anchors = self._anchors_on_device(pages)
+        raw = self._packed.unpack(anchors, records.flatten(0, 1), raw_v)
+        raw = raw.view(len(pages), *kv.residuals.cache.page_shape)
+        if self.is_on_gpu and not kv.plan.host_pages:
+            kv.residuals.cache.write_pages(self._cache_slots_of(pages), raw)
+        else:
+            self.write_residuals(pages, raw.cpu())
+
+    @property
+    def _packed(self) -> PackedResidual:
+        packed = self._kv.codec.packed
+        assert packed is not None, "residuals of this server are not packed"
+        return packed
+
+    def _anchors_on_device(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return anchors of pages as the codec takes them: [pages and layers, num_kv_heads,
+        anchor_bytes]."""
+        return self._kv.anchors.read_pages(self._index(pages)).flatten(0, 1)
+
+    def _residuals_on_device(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return residuals, like _anchors_on_device()."""
+        kv = self._kv
+        if self.is_on_gpu and not kv.plan.host_pages:
+            return kv.residuals.cache.read_pages(self._cache_slots_of(pages)).flatten(0, 1)
+        return to_device(kv.device, self.read_residuals(pages)).flatten(0, 1)
+
+    def _cache_slots_of(self, pages: Sequence[int]) -> torch.Tensor:
+        return self._index(self._kv.residuals.cache_slots.slots_of(pages))
+
+    def _index(self, numbers: Sequence[int]) -> torch.Tensor:
+        return to_device(self._kv.device, torch.tensor(numbers, dtype=torch.int64))
 
     def keep_anchors(self, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Copy the anchors of encoded pages into slots of `kept_anchors`, where they stay when the

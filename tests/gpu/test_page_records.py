@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvspec_testkit.kv.toy_prefixes import empty_records
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.kv import staged_records
 from sglang_kvspec.kv.geometry import KVGeometry
@@ -40,7 +41,7 @@ class Rig:
         torch.cuda.synchronize()
 
     def new_records(self, count: int) -> PageRecords:
-        empty = PageRecords.empty(GEOMETRY, self.kv.codec, count)
+        empty = empty_records(GEOMETRY, self.kv.codec, count)
         return PageRecords(*(torch.randint_like(part, 256) for part in empty))
 
     def encode(self, pages: list[int], records: PageRecords | None = None) -> PageRecords:

@@ -60,6 +60,19 @@ def test_models_no_kernel_covers(
     check_model(KVSpecConfig(), good, 64, on_gpu=True)
 
 
+def test_packed_residuals_need_a_cpu_and_values_of_two_bytes() -> None:
+    config = KVSpecConfig(exact_residual="packed", prefix_host_gb=1)
+    single, half = (
+        model_config_of({"model_path": str(DEMO_MODEL), "dtype": dtype})
+        for dtype in ("float32", "bfloat16")
+    )
+    check_model(config, half, 64)
+    with pytest.raises(UnsupportedError, match=r"packed .*serves on a CPU only"):
+        check_model(config, half, 64, on_gpu=True)
+    with pytest.raises(ConfigError, match=r"exact-residual packed: .*bf16 or fp16, got .*float32"):
+        check_model(config, single, 64)
+
+
 def test_weights_of_four_bits_need_bf16_on_a_gpu() -> None:
     config = KVSpecConfig(draft_weights="int4")
     half, good = (

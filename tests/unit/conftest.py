@@ -176,10 +176,12 @@ def _parts(
     window_pages: int = 6,
     cache_pages: int | None = None,
     kept_anchor_pages: int = 0,
+    packs: bool = False,
     store: bool,
 ) -> tuple[KVGeometry, Codec, CapacityPlan]:
     geometry = KVGeometry(num_layers, num_kv_heads, head_dim, page_size, dtype)
-    bound = make_codec(codec, target=target, page_size=page_size, head_dim=head_dim, dtype=dtype)
+    sizes = {"page_size": page_size, "head_dim": head_dim}
+    bound = make_codec(codec, target=target, dtype=dtype, packs=packs, **sizes)
     records = num_layers * num_kv_heads
     plan = CapacityPlan(
         num_pages=num_pages,

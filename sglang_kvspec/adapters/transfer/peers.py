@@ -20,6 +20,7 @@ from sglang_kvspec.adapters.pool import KVSpecPool
 from sglang_kvspec.codecs.wire import make_wire_codec
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.residual_forms import residual_form
 from sglang_kvspec.runtime.disaggregation.handover import HandoverFormat
 from sglang_kvspec.runtime.disaggregation.page_wire import PageWire, SplitWire, WholeWire
 from sglang_kvspec.runtime.ranks import Ranks
@@ -55,7 +56,8 @@ class Serving:
         return Identity(
             protocol=PROTOCOL,
             package=versions_of_kv(),
-            codec=f"{settings.fingerprint}, --kvspec-transfer {self.config.transfer}",
+            codec=f"{settings.fingerprint}, --kvspec-transfer {self.config.transfer}, "
+            f"{residual_form(self.kv.codec, geometry).name} residuals",
             target=self.config.target,
             page_size=geometry.page_size,
             fingerprint=portable_fingerprint(config, hash_of_weights(self.model)),

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from sglang_kvspec.kv.geometry import KVGeometry
 
 # Raised by one whenever the files of a store change meaning.
-STORE_VERSION = 1
+STORE_VERSION = 2
 IDENTITY_FILE = "identity.json"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
     """Model and settings of a store. model: a fingerprint of the weights, not a path. shard: the
-    part of the model's KV heads and layers, "rank/size" under tensor parallelism."""
+    part of the model's KV heads and layers, "rank/size" under tensor parallelism. residual: form of
+    residuals."""
 
     model: str
     shard: str
@@ -41,11 +42,16 @@ class StoreIdentity:
     residual_page_bytes: int
     record_version: int = FORMAT_VERSION
     store_version: int = STORE_VERSION
+    residual: str = "raw"
 
     @classmethod
     def of(
         cls, codec: Codec, geometry: KVGeometry, *, model: str, shard: str = "0/1"
     ) -> StoreIdentity:
+        # Late import: a prefix server starts without torch.
+        from sglang_kvspec.kv.residual_forms import residual_form
+
+        form = residual_form(codec, geometry)
         records = geometry.num_layers * geometry.num_kv_heads
         return cls(
             model=model,
@@ -59,7 +65,8 @@ class StoreIdentity:
             num_kv_heads=geometry.num_kv_heads,
             head_dim=codec.head_dim,
             anchor_page_bytes=records * codec.anchor_bytes,
-            residual_page_bytes=records * codec.residual_bytes,
+            residual_page_bytes=form.slot_bytes,
+            residual=form.name,
         )
 
     @property

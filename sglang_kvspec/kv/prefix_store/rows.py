@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 
-def page_rows(pages: torch.Tensor) -> list[memoryview]:
-    """Return the bytes of each page of `pages` [N, num_layers, num_kv_heads, record_bytes] uint8 on
-    the CPU, pinned or not, sharing its memory. Raises ValueError if a page is not contiguous."""
+def page_rows(pages: Sequence[torch.Tensor] | torch.Tensor) -> list[memoryview]:
+    """Return the bytes of each of these pages, uint8 on the CPU, pinned or not, sharing its memory.
+    Raises ValueError if a page is not contiguous."""
     # Late import: a prefix server starts without torch.
     import torch
 
-    if pages.device.type != "cpu" or pages.dtype != torch.uint8:
-        raise ValueError(f"pages must be uint8 on the CPU, got {pages.dtype} on {pages.device}")
-    if len(pages) and not pages[0].is_contiguous():
-        raise ValueError(f"each page must be contiguous, got strides {pages.stride()}")
-    return [memoryview(page.reshape(-1).numpy()) for page in pages]
+    rows: list[memoryview] = []
+    for page in pages:
+        if page.device.type != "cpu" or page.dtype != torch.uint8:
+            raise ValueError(f"pages must be uint8 on the CPU, got {page.dtype} on {page.device}")
+        if not page.is_contiguous():
+            raise ValueError(f"each page must be contiguous, got strides {page.stride()}")
+        rows.append(page.reshape(-1).numpy().data)
+    return rows

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
 
 from sglang_kvspec.codecs.wire import KV, WireCodec, WireCodecName, make_wire_codec
-from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.kv.cache import PagedKVCache
-from sglang_kvspec.kv.page_records import PageRecords
+from sglang_kvspec.kv.residual_forms import (
+    check_equal_parts,
+    joined_heads,
+    parts_of_heads,
+    residual_form,
+)
 from sglang_kvspec.transport import Stream
 
 # Most bytes of plain KV that a codec works on at a time, unless one page is larger. Beside them,
@@ -53,70 +58,52 @@ class PageWire(Protocol):
 
 
 class SplitWire:
-    """Wire of anchors as they are, with residuals behind them (Lynx section 4.2)."""
+    """Wire of anchors as they are, with residuals behind them (Lynx section 4.2), in the form that
+    the codec gives residuals outside of a KV cache."""
 
     def __init__(self, kv: PagedKVCache) -> None:
-        self._kv = kv
-        sample = PageRecords.empty(kv.geometry, kv.codec, 1)
-        self._anchor_shape, self._residual_shape = (
-            sample.anchors.shape[1:],
-            sample.residuals.shape[1:],
-        )
-        self.anchor_bytes, self.residual_bytes = sample.anchors.nbytes, sample.residuals.nbytes
+        self._kv, geometry = kv, kv.geometry
+        self._form = residual_form(kv.codec, geometry)
+        self._anchor_shape = (geometry.num_layers, geometry.num_kv_heads, kv.codec.anchor_bytes)
+        self.anchor_bytes = math.prod(self._anchor_shape)
+        self.residual_bytes = self._form.part_bytes(1)
 
     def pack(
         self, stream: Stream, pages: Sequence[int], num_parts: int = 1
     ) -> list[list[torch.Tensor]]:
         assert all(map(self._kv.is_encoded, pages)), "only an encoded page has records"
-        is_anchor = stream is Stream.ANCHOR
-        records = (
-            self._kv.records.read_anchors(pages)
-            if is_anchor
-            else self._kv.records.read_residuals(pages)
-        )
-        return [[part.reshape(-1) for part in page.chunk(num_parts, dim=1)] for page in records]
+        if stream is Stream.ANCHOR:
+            return parts_of_heads(self._kv.records.read_anchors(pages), num_parts)
+        return self._form.read_parts(self._kv.records, pages, num_parts)
 
     def part_bytes(self, stream: Stream, num_parts: int) -> int:
-        return self._part_shape(stream, num_parts).numel()
+        assert self._anchor_shape[1] % num_parts == 0, (
+            "the parts of a transfer must divide the KV heads"
+        )
+        if stream is Stream.ANCHOR:
+            return self.anchor_bytes // num_parts
+        return self._form.part_bytes(num_parts)
 
     def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
-        size = self.part_bytes(stream, len(part_sizes))
-        if set(part_sizes) != {size}:
-            raise TransportError(
-                f"the parts of a page have {list(part_sizes)} bytes, expected {size} each"
-            )
+        if stream is Stream.ANCHOR:
+            check_equal_parts(part_sizes, self.part_bytes(stream, len(part_sizes)))
+        else:
+            self._form.check(part_sizes)
 
     def land(
         self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        is_anchor = stream is Stream.ANCHOR
+        kv = self._kv
         for parts in payloads:
             self.check(stream, [part.numel() for part in parts])
-        # A copy from pinned memory to a GPU does not block the CPU.
-        is_pinned = self._kv.device.type == "cuda"
-        records = torch.empty(
-            (len(pages), *self._shape(stream)), dtype=torch.uint8, pin_memory=is_pinned
-        )
-        shape = self._part_shape(stream, len(payloads[0]))
-        for place, parts in enumerate(zip(*payloads, strict=True)):
-            heads = records.narrow(2, place * shape[1], shape[1])
-            torch.stack([part.view(shape) for part in parts], out=heads)
-        if is_anchor:
-            self._kv.begin_landing(pages)
-            self._kv.records.write_anchors(pages, records)
-            self._kv.finish_anchors(pages)
+        if stream is Stream.ANCHOR:
+            records = joined_heads(payloads, self._anchor_shape, kv.records.is_on_gpu)
+            kv.begin_landing(pages)
+            kv.records.write_anchors(pages, records)
+            kv.finish_anchors(pages)
         else:
-            self._kv.records.write_residuals(pages, records)
-            self._kv.residuals.finish(pages)
-
-    def _shape(self, stream: Stream) -> torch.Size:
-        return self._anchor_shape if stream is Stream.ANCHOR else self._residual_shape
-
-    def _part_shape(self, stream: Stream, num_parts: int) -> torch.Size:
-        """Return [num_layers, KV heads of a part, record_bytes]."""
-        layers, heads, record_bytes = self._shape(stream)
-        assert heads % num_parts == 0, "the parts of a transfer must divide the KV heads"
-        return torch.Size((layers, heads // num_parts, record_bytes))
+            self._form.write_parts(kv.records, pages, payloads)
+            kv.residuals.finish(pages)
 
 
 class WholeWire:

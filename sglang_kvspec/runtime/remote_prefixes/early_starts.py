@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from xxhash import xxh3_128_digest
 
 from sglang_kvspec.kv.cache import PagedKVCache
-from sglang_kvspec.kv.page_records import PageRecords
 from sglang_kvspec.kv.prefix_store import PageLink, page_rows
+from sglang_kvspec.kv.residual_forms import residual_form
+from sglang_kvspec.kv.stored_pages import StoredPages
 from sglang_kvspec.runtime.common_prefixes import names_of
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage
@@ -44,6 +45,7 @@ class EarlyStarts:
         """on_loaded: called with the numbers of anchors and residuals that were written to the KV
         cache. ranks: None for one rank."""
         self._kv, self._remote, self._on_loaded = kv, remote, on_loaded
+        self._form = residual_form(kv.codec, kv.geometry)
         self._ranks = ranks or Ranks()
         self._starts: dict[str, _Start] = {}
 
@@ -68,15 +70,15 @@ class EarlyStarts:
         pages[i]. Residuals land later, in land()."""
         assert rid not in self._starts, f"request {rid} has already started"
         kv = self._kv
-        records = PageRecords.empty(kv.geometry, kv.codec, len(pages))
+        stored = StoredPages.empty(kv, self._form, len(pages))
         pending = {}
-        for row, page, link in zip(page_rows(records.anchors), pages, links, strict=True):
+        for row, page, link in zip(page_rows(stored.anchors), pages, links, strict=True):
             anchor = self._remote.anchor_of(link)
             assert anchor is not None, "the anchor has not arrived"
             row[:] = anchor
             pending[page] = (link, xxh3_128_digest(anchor))
         kv.begin_landing(pages)
-        kv.records.write_anchors(pages, records.anchors)
+        kv.records.write_anchors(pages, stored.anchors)
         kv.finish_anchors(pages)
         self._on_loaded(len(pages), 0)
         self._starts[rid] = _Start(list(pages), pending)
@@ -120,10 +122,10 @@ class EarlyStarts:
 
     def _write(self, landed: dict[int, LandedPage]) -> None:
         kv, pages = self._kv, list(landed)
-        records = PageRecords.empty(kv.geometry, kv.codec, len(pages))
-        for row, record in zip(page_rows(records.residuals), landed.values(), strict=True):
+        stored = StoredPages.empty(kv, self._form, len(pages))
+        for row, record in zip(page_rows(stored.residuals), landed.values(), strict=True):
             row[:] = record.residual
-        kv.records.write_residuals(pages, records.residuals)
+        self._form.write_slots(kv.records, pages, stored.residuals)
         self._on_loaded(0, len(pages))
 
     def release(self, pages: Collection[int]) -> None:

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from sglang_kvspec.transport.frames import MAX_PIECE_BYTES, Count, Name, Reason, Stream, Word
 from sglang_kvspec.transport.wire import Wire
 
-STORE_PROTOCOL = 1
+STORE_PROTOCOL = 2
 # A link sends many pieces a second, so that anchors soon overtake residuals.
 STORE_PIECE_BYTES = MAX_PIECE_BYTES // 4
 KEY_BYTES = 32
@@ -69,6 +69,7 @@ class StoreLayout(StoreFrame, frozen=True):
     residual_page_bytes: RecordBytes
     record_version: Count
     store_version: Count
+    residual: PlainName
 
 
 class Greet(StoreFrame, frozen=True):

@@ -1,15 +1,25 @@
-"""Toy prefixes, whose pages repeat one token each, and toy KV for their pages."""
+"""Toy prefixes, whose pages repeat one token each, and toy KV and records for their pages."""
 
 from __future__ import annotations
 
 import torch
 
+from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.kv.cache import PagedKVCache
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.page_records import PageRecords
 from sglang_kvspec.kv.prefix_store import PageLink, StoreIdentity, StoreLimits, chain_links
 from sglang_kvspec.kv.prefix_store.entries import HEADER_BYTES, EntryFormat
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 
 PAGE_SIZE = 32
+
+
+def empty_records(geometry: KVGeometry, codec: Codec, num_pages: int) -> PageRecords:
+    """Return uninitialised records of pages."""
+    shape = (num_pages, geometry.num_layers, geometry.num_kv_heads)
+    sizes = (codec.anchor_bytes, codec.residual_bytes)
+    return PageRecords(*(torch.empty((*shape, size), dtype=torch.uint8) for size in sizes))
 
 
 def tokens_of(*pages: int) -> list[int]:

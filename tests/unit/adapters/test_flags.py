@@ -41,6 +41,7 @@ EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "prefix_publish_gbps": ("0", 0.0, "--kvspec-prefix-server tcp://127.0.0.1:5"),
     "prefix_wait_ms": ("5", 5.0, "--kvspec-prefix-server tcp://127.0.0.1:5"),
     "transfer": ("full", "full", ""),
+    "exact_residual": ("packed", "packed", ""),
     "link_gbps": ("1", 1.0, ""),
     "transfer_host": ("0.0.0.0", "0.0.0.0", ""),
     "transfer_keys": ("x", "x", ""),

@@ -179,6 +179,6 @@ def test_sizes():
     assert 8.125 <= layout.bits_per_element < 8.2
     assert layout.body_words < 2**16, "starts have 16 bits"
     assert PackedLayout(64, 128, torch.float16).bits_per_element < 11.2
-    with pytest.raises(FormatError, match="raw residual"):
+    with pytest.raises(FormatError, match="bf16 or fp16"):
         PackedLayout(64, 128, torch.float32)
     assert packed_format.VERSION == 1

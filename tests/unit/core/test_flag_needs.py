@@ -96,6 +96,15 @@ LACKING: list[tuple[Options, str]] = [
         "--kvspec-transfer full cannot be combined with --kvspec-target int8 (allowed: exact): "
         "such a transfer sends KV in the model's dtype, or lossy KV",
     ),
+    (
+        {"exact_residual": "packed", "target": "int8"},
+        "--kvspec-exact-residual packed cannot be combined with --kvspec-target int8 (allowed: "
+        "exact)",
+    ),
+    (
+        {"exact_residual": "packed", "anchor_bits": 2},
+        "--kvspec-exact-residual packed needs --kvspec-codec uniform4 with --kvspec-anchor-bits 4",
+    ),
 ]
 
 PREFILL = {"disaggregation_mode": "prefill"}
@@ -174,6 +183,13 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
             ("transfer_keys", "keys"),
         )
     ),
+    (
+        {"exact_residual": "packed", "transfer": "full"},
+        PREFILL,
+        False,
+        "--kvspec-exact-residual packed has no effect without a prefix tier, or --kvspec-transfer "
+        "split with --disaggregation-mode prefill or decode",
+    ),
 ]
 
 # Combinations that meet all needs.
@@ -190,6 +206,9 @@ FINE: list[tuple[Options, Options]] = [
     ({"transfer": "int4", "draft_len": 0}, PREFILL),
     ({"transfer": "int4"}, DECODE),
     ({"transfer_host": "127.0.0.1", "transfer": "split"}, {}),
+    ({"exact_residual": "packed"}, DECODE),
+    ({"exact_residual": "packed"} | PREFIX_TIERS, {}),
+    ({"exact_residual": "packed", "transfer": "full"} | PREFIX_TIERS, PREFILL),
     (
         {"prefix_hbm_fraction": 0.1, "prefix_gb": 4, "prefix_wait_ms": 5} | PREFIX_TIERS,
         {"dp_size": 1, "disable_radix_cache": False},

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from kvspec_testkit.kv.streams import ModelEvent, ModelStreams
+from kvspec_testkit.kv.toy_prefixes import empty_records
 from sglang_kvspec.core.errors import CapacityError, PageStateError
 from sglang_kvspec.kv import staged_records
 from sglang_kvspec.kv.copy_streams import SyncStream
@@ -45,7 +46,7 @@ class Device:
         self.rng = torch.Generator().manual_seed(0)
 
     def new_records(self, count):
-        empty = PageRecords.empty(self.kv.geometry, self.kv.codec, count)
+        empty = empty_records(self.kv.geometry, self.kv.codec, count)
         return PageRecords(
             *(
                 torch.randint(256, part.shape, generator=self.rng, dtype=torch.uint8)
@@ -278,7 +279,7 @@ def test_no_page_at_all(device, store):
     gpu = device(store=store)
     gpu.land()
     records = copy_out(gpu.kv, [])
-    empty = PageRecords.empty(gpu.kv.geometry, gpu.kv.codec, 0)
+    empty = empty_records(gpu.kv.geometry, gpu.kv.codec, 0)
     assert [part.shape for part in records] == [part.shape for part in empty]
 
 

@@ -7,8 +7,10 @@ import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -105,6 +107,21 @@ def test_a_prefix_is_loaded_from_host_memory(make_kv, open_tiers):
     assert tiers.num_loadable(links_of(5, 6)) == 0
     tiers.forget_memory()
     assert tiers.num_loadable(links) == 0
+
+
+def test_a_prefix_ends_before_a_page_that_needs_more_than_a_slot(make_kv, open_tiers):
+    kv = make_kv(num_layers=LAYERS, packs=True, dtype=torch.bfloat16)
+    tiers = open_tiers(kv, host=(8, 8))
+    links = links_of(1, 2, 3)
+    for page, link in zip((1, 2, 3), links, strict=True):
+        compute(kv, link, page)
+    # Values of page 2 that no anchor comes near.
+    sizes = torch.rand(2, 1, LAYERS, 32, 2, 16, generator=torch.Generator().manual_seed(0))
+    kv.free_pages([2])
+    kv.write_whole([2], *(2.0 ** (30 * sizes - 16)).to(torch.bfloat16))
+    tiers.demote(links, [1, 2, 3])
+    assert tiers.num_loadable(links) == 1
+    assert tiers.report()["too_large"] == 1
 
 
 def test_a_suffix_of_a_prefix_is_found_by_its_own_links(make_kv, open_tiers):
@@ -220,6 +237,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     NUM_PAGES = 10
     NUM_KEPT = 0
+    KV_OPTIONS: ClassVar[dict] = {}
     prompts = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
 
     def __init__(self, make_kv):
@@ -229,6 +247,7 @@ class TiersMachine(RuleBasedStateMachine):
             num_pages=self.NUM_PAGES,
             cache_pages=3,
             kept_anchor_pages=self.NUM_KEPT,
+            **self.KV_OPTIONS,
         )
         self.identity = StoreIdentity.of(self.kv.codec, self.kv.geometry, model="toy")
         self.folder = Path(tempfile.mkdtemp())
@@ -284,7 +303,7 @@ class TiersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.disk.num_pages)
     @rule(part=st.sampled_from(["anchors", "residuals"]), record=st.integers(0, 5))
     def damage(self, part, record):
-        page_bytes = getattr(self.kv.plan.page_bytes, part[:-1])
+        page_bytes = getattr(self.identity, f"{part[:-1]}_page_bytes")
         (path,) = self.folder.rglob(f"{part}.data")
         if path.stat().st_size >= (record + 1) * page_bytes:
             damage(self.folder, f"{part}.data", record, page_bytes)
@@ -312,7 +331,13 @@ class KeptTiersMachine(TiersMachine):
     NUM_KEPT = 3
 
 
-@pytest.mark.parametrize("machine", [TiersMachine, KeptTiersMachine])
+class PackedTiersMachine(KeptTiersMachine):
+    """KeptTiersMachine with packed residuals in the tiers."""
+
+    KV_OPTIONS: ClassVar[dict] = {"packs": True, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("machine", [TiersMachine, KeptTiersMachine, PackedTiersMachine])
 def test_loaded_pages_are_those_that_were_computed(run_machine, machine):
     run_machine(machine, 25, max_examples=25)
 

@@ -51,7 +51,8 @@ def test_a_reader_refuses_an_unreadable_index(make_store, small, tmp_path, name)
         ({"num_kv_heads": 2}, "the store has num_kv_heads "),
         ({"head_dim": 32}, "the store has head_dim "),
         ({"record_version": 1}, "the store has record_version "),
-        ({"store_version": 2}, "the store has store_version "),
+        ({"store_version": 1}, "the store has store_version "),
+        ({"residual": "packed_1"}, "the store has residual 'raw', this server 'packed_1'"),
     ],
 )
 def test_another_identity_is_refused(make_store, small, tmp_path, change, reason):

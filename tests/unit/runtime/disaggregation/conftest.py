@@ -141,7 +141,8 @@ class Request:
 
 class Lab:
     """A prefill and a decode server. `prefill` and `decode` are their ReferenceKVCaches; departures
-    and arrivals are joined by `link`."""
+    and arrivals are joined by `link`. mode: a value of --kvspec-transfer, or `packed`: `split` with
+    packed residuals."""
 
     def __init__(
         self,
@@ -152,6 +153,9 @@ class Lab:
         **limits: int,
     ) -> None:
         options = {"num_pages": 12, "num_layers": 2, "page_size": SIZE, "target": target}
+        if mode == "packed":
+            options |= {"packs": True, "dtype": torch.bfloat16}
+        self.kv_options = options
         self.prefill = make_kv(window_pages=3, cache_pages=2, **options)
         self.decode = make_kv(window_pages=3, cache_pages=2, **options)
         self.link = Link()
@@ -168,7 +172,7 @@ class Lab:
             self.decode,
             wire(self.decode, mode),
             self.format,
-            mode=mode,
+            mode="split" if mode == "packed" else mode,
             ranks=ranks,
             clock=self.clock,
         )
@@ -268,7 +272,7 @@ class Lab:
 
 
 def wire(kv: PagedKVCache, mode: str):
-    if mode == "split":
+    if mode in ("split", "packed"):
         return SplitWire(kv)
     # Only lossless KV can be verified, and so drafted on.
     return WholeWire(kv, make_wire_codec(mode, kv.geometry), drafts=mode == "full")

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_kvspec.kv.page_records import PageRecords, copy_out
+from kvspec_testkit.kv.toy_prefixes import empty_records
+from sglang_kvspec.kv.page_records import copy_out
 from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.disaggregation.arrivals import Arrivals
 from sglang_kvspec.runtime.disaggregation.departures import Departures
@@ -99,7 +100,7 @@ class DeviceLab:
 
 def encode(kv, page, rng):
     """Encode a page as kernels do, in the window or not."""
-    empty = PageRecords.empty(kv.geometry, kv.codec, 1)
+    empty = empty_records(kv.geometry, kv.codec, 1)
     anchors, residuals = (
         torch.randint(256, part.shape[1:], generator=rng, dtype=torch.uint8) for part in empty
     )

@@ -33,7 +33,7 @@ def run(lab, request) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-@pytest.mark.parametrize("mode", ["split", "full"])
+@pytest.mark.parametrize("mode", ["split", "packed", "full"])
 def test_every_bit_arrives(make_lab, mode, num_tokens) -> None:
     lab = make_lab(mode)
     request = lab.request(num_tokens)
@@ -285,7 +285,7 @@ def test_pages_may_be_freed_after_their_link_ended(lab) -> None:
     assert not lab.arrivals.is_used(lab.receiver_end)
 
 
-@pytest.mark.parametrize("mode", ["split", "full"])
+@pytest.mark.parametrize("mode", ["split", "packed", "full"])
 def test_what_lands_at_once_is_copied_in_parts(make_lab, monkeypatch, mode) -> None:
     """The parts have two pages."""
     num_bytes = make_lab(mode).arrivals._wire.anchor_bytes

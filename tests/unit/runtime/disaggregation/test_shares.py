@@ -26,7 +26,7 @@ ROOM, SIZE = 7, 32
 HEADS = 2
 LENGTH = 4 * SIZE + 5
 LENGTHS = (1, SIZE - 1, SIZE, SIZE + 1, 3 * SIZE, LENGTH)
-LOSSLESS = ("split", "full")
+LOSSLESS = ("split", "packed", "full")
 MODES = (*LOSSLESS, "int8", "int4", "cachegen")
 
 
@@ -80,8 +80,8 @@ class OneToMany:
     ) -> None:
         self.ranks = [make_lab(mode, target) for _ in range(num_ranks)]
         self.lab = make_lab(mode, target)
-        options = {"num_pages": 12, "num_layers": 2, "page_size": SIZE, "target": target}
-        kv = make_kv(num_kv_heads=num_ranks * HEADS, window_pages=3, cache_pages=2, **options)
+        options = self.lab.kv_options | {"num_kv_heads": num_ranks * HEADS}
+        kv = make_kv(window_pages=3, cache_pages=2, **options)
         self.lab.prefill, self.mode = kv, mode
         link = ForkedLink(Hub([lab.link for lab in self.ranks]), harmless=[NOT_NEEDED])
         self.departures = self.lab.departures = Departures(

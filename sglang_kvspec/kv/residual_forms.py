@@ -1,0 +1,261 @@
+"""Forms of residuals outside of a KV cache: in slots of prefix stores, and on wires.
+
+A slot has one size, which all pages of a store share. On a wire a page has as many bytes as it
+needs, and may be cut into parts with equal shares of the KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kvspec_kernels import packed_format
+from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.codecs.packed_residual import PackedResidual
+from sglang_kvspec.core.errors import TransportError
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.record_transfers import PackedPages, RecordTransfers
+
+# Share of a page's packed records that may not fit, in a slot. On real models, less than 1 of 100
+# records does not fit (docs/benchmarks/exact-residual.md).
+SPARE_SHARE = 0.05
+
+
+class ResidualForm(Protocol):
+    """Form of the residuals of one codec and geometry. Reads and writes are those of `records`, and
+    rows and payloads are uint8 on the CPU."""
+
+    @property
+    def name(self) -> str:
+        """Name with a version, of lower-case letters, digits and underscores. Residuals are read in
+        the form in which they were written."""
+        ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a page's slot."""
+        ...
+
+    def read_slots(self, records: RecordTransfers, pages: Sequence[int]) -> list[torch.Tensor]:
+        """Return the slots of encoded pages, from the first one up to a page that needs more than a
+        slot has, each [slot_bytes]."""
+        ...
+
+    def write_slots(
+        self, records: RecordTransfers, pages: Sequence[int], slots: torch.Tensor
+    ) -> None:
+        """Store residuals of pages that land, whose anchors are there. slots: [N, slot_bytes], as
+        read_slots() gave them; the caller must not change them afterwards. Others give garbage."""
+        ...
+
+    def part_bytes(self, num_parts: int) -> int:
+        """Return the most bytes of one of num_parts parts of a page."""
+        ...
+
+    def check(self, part_sizes: Sequence[int]) -> None:
+        """Raise TransportError for sizes in bytes that parts of a page cannot have."""
+        ...
+
+    def read_parts(
+        self, records: RecordTransfers, pages: Sequence[int], num_parts: int
+    ) -> list[list[torch.Tensor]]:
+        """Return the parts of each page, 1-D."""
+        ...
+
+    def write_parts(
+        self,
+        records: RecordTransfers,
+        pages: Sequence[int],
+        payloads: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        """Store residuals of pages that land, whose anchors are there. payloads: the parts of each
+        page, as many for every page, with sizes that pass check(). Raises TransportError for
+        payloads that are not pages."""
+        ...
+
+
+def residual_form(codec: Codec, geometry: KVGeometry) -> ResidualForm:
+    """Return the form that residuals of this codec have outside of a KV cache."""
+    if codec.packed is not None:
+        return PackedForm(codec.packed, geometry)
+    return RawForm(codec, geometry)
+
+
+class RawForm:
+    """Residuals as they are in the KV cache."""
+
+    name = "raw"
+
+    def __init__(self, codec: Codec, geometry: KVGeometry) -> None:
+        self._shape = (geometry.num_layers, geometry.num_kv_heads, codec.residual_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        layers, heads, record_bytes = self._shape
+        return layers * heads * record_bytes
+
+    def read_slots(self, records: RecordTransfers, pages: Sequence[int]) -> list[torch.Tensor]:
+        return list(records.read_residuals(pages).flatten(1))
+
+    def write_slots(
+        self, records: RecordTransfers, pages: Sequence[int], slots: torch.Tensor
+    ) -> None:
+        records.write_residuals(pages, slots.view(-1, *self._shape))
+
+    def part_bytes(self, num_parts: int) -> int:
+        return self.slot_bytes // num_parts
+
+    def check(self, part_sizes: Sequence[int]) -> None:
+        check_equal_parts(part_sizes, self.part_bytes(len(part_sizes)))
+
+    def read_parts(
+        self, records: RecordTransfers, pages: Sequence[int], num_parts: int
+    ) -> list[list[torch.Tensor]]:
+        return parts_of_heads(records.read_residuals(pages), num_parts)
+
+    def write_parts(
+        self,
+        records: RecordTransfers,
+        pages: Sequence[int],
+        payloads: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        records.write_residuals(pages, joined_heads(payloads, self._shape, records.is_on_gpu))
+
+
+class PackedForm:
+    """Packed records of all layers and KV heads, then V of those that do not fit, in their order.
+    A slot has room for V of SPARE_SHARE of its records, and zeros behind the last one."""
+
+    name = f"packed_{packed_format.VERSION}"
+
+    def __init__(self, packed: PackedResidual, geometry: KVGeometry) -> None:
+        self._packed = packed
+        self._shape = (geometry.num_layers, geometry.num_kv_heads, packed.record_bytes)
+        self._num_records = geometry.num_layers * geometry.num_kv_heads
+        self._num_spare = -int(-self._num_records * SPARE_SHARE // 1)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._bytes(self._num_records, self._num_spare)
+
+    def _bytes(self, num_records: int, num_unfit: int) -> int:
+        packed = self._packed
+        return num_records * packed.record_bytes + num_unfit * packed.raw_v_bytes
+
+    def read_slots(self, records: RecordTransfers, pages: Sequence[int]) -> list[torch.Tensor]:
+        slots = []
+        for (payload,) in self.read_parts(records, pages, 1):
+            missing = self.slot_bytes - payload.numel()
+            if missing < 0:
+                break
+            slots.append(torch.nn.functional.pad(payload, (0, missing)))
+        return slots
+
+    def write_slots(
+        self, records: RecordTransfers, pages: Sequence[int], slots: torch.Tensor
+    ) -> None:
+        end = self._bytes(self._num_records, 0)
+        packed = slots[:, :end].reshape(-1, *self._shape)
+        spare = slots[:, end:].reshape(len(slots), self._num_spare, -1)
+        unfit = self._num_unfit(packed).clamp_max(self._num_spare)
+        raw_v = [rows[:count] for rows, count in zip(spare, unfit.tolist(), strict=True)]
+        self._write(records, pages, packed, raw_v)
+
+    def part_bytes(self, num_parts: int) -> int:
+        num_records = self._num_records // num_parts
+        return self._bytes(num_records, num_records)
+
+    def check(self, part_sizes: Sequence[int]) -> None:
+        num_records = self._num_records // len(part_sizes)
+        least, most = self._bytes(num_records, 0), self.part_bytes(len(part_sizes))
+        step = self._packed.raw_v_bytes
+        if any(not least <= size <= most or (size - least) % step for size in part_sizes):
+            raise TransportError(
+                f"the parts of a page have {list(part_sizes)} bytes, expected {least} each and "
+                f"multiples of {step} beyond that"
+            )
+
+    def read_parts(
+        self, records: RecordTransfers, pages: Sequence[int], num_parts: int
+    ) -> list[list[torch.Tensor]]:
+        packed = records.read_packed(pages)
+        unfit = ~packed.fits
+        raw_v = packed.raw_v.split_with_sizes(unfit.flatten(1).sum(1).tolist())
+        payloads = []
+        for page, page_unfit, page_v in zip(packed.records, unfit, raw_v, strict=True):
+            # The share of the heads that each row of V belongs to.
+            owner = page_unfit.nonzero()[:, 1] * num_parts // self._shape[1]
+            payloads.append(
+                [
+                    torch.cat((heads.reshape(-1), page_v[owner == i].flatten()))
+                    for i, heads in enumerate(page.chunk(num_parts, dim=1))
+                ]
+            )
+        return payloads
+
+    def write_parts(
+        self,
+        records: RecordTransfers,
+        pages: Sequence[int],
+        payloads: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        num_parts = len(payloads[0])
+        layers, heads, record_bytes = self._shape
+        shape = (layers, heads // num_parts, record_bytes)
+        end = self._bytes(self._num_records // num_parts, 0)
+        # [pages, parts, layers, heads of a part, bytes]
+        parts = torch.stack([torch.stack([part[:end] for part in page]) for page in payloads])
+        packed = parts.view(len(pages), num_parts, *shape)
+        rows = [[part[end:].view(-1, self._packed.raw_v_bytes) for part in p] for p in payloads]
+        unfit = ~self._packed.fits(packed)
+        if unfit.flatten(2).sum(2).tolist() != [[len(v) for v in page] for page in rows]:
+            raise TransportError("a page has other raw values than its packed records miss")
+        raw_v = []
+        for page_unfit, page_rows in zip(unfit, rows, strict=True):
+            # Rows come part by part, and are written layer by layer.
+            order = page_unfit.nonzero()[:, 1].argsort(stable=True)
+            raw_v.append(torch.cat(page_rows)[order])
+        self._write(records, pages, packed.transpose(1, 2).flatten(2, 3), raw_v)
+
+    def _write(
+        self,
+        records: RecordTransfers,
+        pages: Sequence[int],
+        packed: torch.Tensor,
+        raw_v: Sequence[torch.Tensor],
+    ) -> None:
+        none = torch.empty((0, self._packed.raw_v_bytes), dtype=torch.uint8)
+        fits = self._packed.fits(packed)
+        records.write_packed(pages, PackedPages(packed, fits, torch.cat((none, *raw_v))))
+
+    def _num_unfit(self, packed: torch.Tensor) -> torch.Tensor:
+        return (~self._packed.fits(packed)).flatten(1).sum(1)
+
+
+def check_equal_parts(part_sizes: Sequence[int], size: int) -> None:
+    """Raise TransportError unless all parts of a page have `size` bytes."""
+    if set(part_sizes) != {size}:
+        raise TransportError(
+            f"the parts of a page have {list(part_sizes)} bytes, expected {size} each"
+        )
+
+
+def parts_of_heads(records: torch.Tensor, num_parts: int) -> list[list[torch.Tensor]]:
+    """Return records [N, num_layers, num_kv_heads, record_bytes] as num_parts parts a page, 1-D."""
+    return [[part.reshape(-1) for part in page.chunk(num_parts, dim=1)] for page in records]
+
+
+def joined_heads(
+    payloads: Sequence[Sequence[torch.Tensor]], shape: Sequence[int], is_pinned: bool
+) -> torch.Tensor:
+    """Invert parts_of_heads(), in new memory. shape: (num_layers, num_kv_heads, record_bytes).
+    is_pinned: a GPU can copy from the result without blocking the CPU."""
+    layers, heads, record_bytes = shape
+    num_heads = heads // len(payloads[0])
+    records = torch.empty((len(payloads), *shape), dtype=torch.uint8, pin_memory=is_pinned)
+    for place, parts in enumerate(zip(*payloads, strict=True)):
+        views = [part.view(layers, num_heads, record_bytes) for part in parts]
+        torch.stack(views, out=records.narrow(2, place * num_heads, num_heads))
+    return records
