@@ -10,7 +10,10 @@ to fp16. Prompts follow each other until the models together have --values value
 replaced after its anchor was made. Runs on a CPU, in plain torch.
 
 exactres.bits counts the whole record of every page, used or not, and the raw V of a record that
-does not fit.
+does not fit. exactres.wire.bytes_vs_full: bytes of anchor and packed residual on a wire, over
+those of plain KV. exactres.prefix_store.bytes_vs_raw: bytes of a page in a prefix store, over those
+of its anchor and raw residual. exactres.too_large: pages of all layers that need more than a slot
+of a store has.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from kvspec_kernels.packed_format import VERSION, PackedLayout
 from kvspec_kernels.reference import fragments, nibbles, packed_exact
 from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.codecs.base import Codec
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.residual_forms import PackedForm
 
 ROOT = Path(__file__).resolve().parents[1]
 CODEC, PAGE_SIZE = "uniform4", 64
@@ -50,6 +55,10 @@ class Found:
     values: int = 0
     mismatches: int = 0
     used_words: list[int] = field(default_factory=list)
+    # By page of all layers, the records that do not fit.
+    unfit_of_pages: list[int] = field(default_factory=list)
+    form: PackedForm | None = None
+    anchor_bits: float = 0.0
 
     @property
     def fallback_share(self) -> float:
@@ -59,6 +68,19 @@ class Found:
     def bits(self) -> float:
         raw_v = 8 * self.layout.raw_nbytes / (2 * self.layout.num_values)
         return self.layout.bits_per_element + raw_v * self.fallback_share
+
+    @property
+    def slot_bits(self) -> float:
+        """Bits of an element in a slot of a store."""
+        assert self.form is not None
+        num_values = self.form.num_records * 2 * self.layout.num_values
+        return 8 * self.form.slot_bytes / num_values
+
+    @property
+    def too_large_share(self) -> float:
+        assert self.form is not None
+        too_large = [count > self.form.num_spare for count in self.unfit_of_pages]
+        return sum(too_large) / len(too_large)
 
 
 def main() -> None:
@@ -72,12 +94,11 @@ def main() -> None:
     with progress:
         for name, folder, text in args.models:
             task = progress.add_task(name, total=args.values / len(args.models))
-            for pages in kv_pages(folder, text, args.length, args.prompts, args.seed):
+            for layers in kv_pages(folder, text, args.length, args.prompts, args.seed):
                 for dtype in (torch.bfloat16, torch.float16):
                     key = name if dtype == torch.bfloat16 else f"{name}.fp16"
-                    k, v = (part.to(dtype) for part in pages)
-                    add(found, key, (k, v), (k, v))
-                progress.advance(task, k.numel() * 4)
+                    add_prompt(found, key, layers, dtype)
+                progress.advance(task, 4 * len(layers) * layers[0][0].numel())
                 # Both dtypes count.
                 if 2 * found[name].values >= args.values / len(args.models):
                     break
@@ -113,12 +134,23 @@ def figures(found: dict[str, Found], covered: int) -> list[Figure]:
             Figure(f"exactres.needed_bits.{name}", mean, "bits an element"),
             Figure(f"exactres.fallback_share.{name}", each.fallback_share, "of records"),
         ]
-    of_bf16 = [each.fallback_share for name, each in models.items() if "." not in name]
+        raw = each.anchor_bits + 16
+        stored, sent = each.anchor_bits + each.slot_bits, each.anchor_bits + each.bits
+        rows += [
+            Figure(f"exactres.prefix_store.bytes_vs_raw.{name}", stored / raw, "x", None, raw),
+            Figure(f"exactres.wire.bytes_vs_full.{name}", sent / 16, "x", None, 16.0),
+            Figure(f"exactres.too_large.{name}", each.too_large_share, "of pages of all layers"),
+        ]
+    of_bf16 = [each for name, each in models.items() if "." not in name]
     values = sum(each.values for each in found.values())
     mismatches = sum(each.mismatches for each in found.values())
     return [
         *rows,
-        Figure("exactres.fallback_share", max(of_bf16), "of records, the worse model in bf16"),
+        Figure(
+            "exactres.fallback_share",
+            max(each.fallback_share for each in of_bf16),
+            "of records, the worse model in bf16",
+        ),
         Figure("exactres.roundtrip.values", values, "values"),
         Figure("exactres.roundtrip.mismatches", mismatches, "values", None, 0),
         Figure("exactres.patterns", covered, f"of {CELLS * PATTERNS} patterns in cells"),
@@ -130,14 +162,13 @@ def quantiles(words: Sequence[int]) -> dict[str, float]:
     return {str(share): used.quantile(share).item() for share in (0.0, 0.5, 0.9, 0.99, 1.0)}
 
 
-def kv_pages(folder: Path, text: str, length: int, count: int, seed: int) -> Iterator[KV]:
-    """Yield K and V of each layer of each prompt as pages [pages, PAGE_SIZE, heads, D]."""
+def kv_pages(folder: Path, text: str, length: int, count: int, seed: int) -> Iterator[list[KV]]:
+    """Yield K and V of all layers of each prompt as pages [pages, PAGE_SIZE, heads, D]."""
     model = Llama(folder, torch.device("cpu"))
     prompts, _ = cut_prompts(folder, count, length, seed, text)
     for prompt in prompts:
         cache, _, _ = model.prefill(prompt[None], 0)
-        for k, v in cache:
-            yield as_pages(k), as_pages(v)
+        yield [(as_pages(k), as_pages(v)) for k, v in cache]
 
 
 def as_pages(part: torch.Tensor) -> torch.Tensor:
@@ -145,14 +176,28 @@ def as_pages(part: torch.Tensor) -> torch.Tensor:
     return part[0].transpose(0, 1).unflatten(0, (-1, PAGE_SIZE))
 
 
-def codec_of(pages: torch.Tensor) -> Codec:
-    return make_codec(
-        CODEC, target="exact", page_size=PAGE_SIZE, head_dim=pages.shape[3], dtype=pages.dtype
-    )
+def codec_of(pages: torch.Tensor, *, packs: bool = False) -> Codec:
+    sizes = {"page_size": PAGE_SIZE, "head_dim": pages.shape[3], "dtype": pages.dtype}
+    return make_codec(CODEC, target="exact", packs=packs, **sizes)
 
 
-def add(found: dict[str, Found], key: str, anchored: KV, pages: KV) -> None:
-    """Encode `pages` beside the anchors of `anchored`, decode them, and count."""
+def add_prompt(found: dict[str, Found], key: str, layers: Sequence[KV], dtype: torch.dtype) -> None:
+    """Add the pages of all layers of a prompt, and count those that need more than a slot."""
+    unfit = 0
+    for k, v in layers:
+        pages = (k.to(dtype), v.to(dtype))
+        unfit = unfit + add(found, key, pages, pages)
+    each, (_, page_size, heads, head_dim) = found[key], layers[0][0].shape
+    codec = codec_of(pages[0], packs=True)
+    assert codec.packed is not None
+    each.form = PackedForm(codec.packed, KVGeometry(len(layers), heads, head_dim, page_size, dtype))
+    each.anchor_bits = codec.anchor_bits_per_element
+    each.unfit_of_pages += unfit.tolist()
+
+
+def add(found: dict[str, Found], key: str, anchored: KV, pages: KV) -> torch.Tensor:
+    """Encode `pages` beside the anchors of `anchored`, decode them, and count. Return by page how
+    many of its records do not fit."""
     codec = codec_of(pages[0])
     layout = PackedLayout(PAGE_SIZE, pages[0].shape[3], pages[0].dtype)
     anchors = codec.encode(*anchored).anchor
@@ -167,6 +212,7 @@ def add(found: dict[str, Found], key: str, anchored: KV, pages: KV) -> None:
     for ours, theirs in zip(decoded, pages, strict=True):
         differ = ours.view(torch.int16) != theirs.contiguous().view(torch.int16)
         each.mismatches += int(differ.sum())
+    return (~packed.fits).sum(1)
 
 
 def all_patterns(
@@ -177,7 +223,8 @@ def all_patterns(
     generator = torch.Generator().manual_seed(seed)
     following = torch.zeros(CELLS, dtype=torch.int64)
     while int(following.min()) < PATTERNS:
-        for pages in kv_pages(folder, text, length, 8, seed + 1):
+        prompts = kv_pages(folder, text, length, 8, seed + 1)
+        for pages in (layer for layers in prompts for layer in layers):
             k, v = (part.to(torch.bfloat16) for part in pages)
             replaced = []
             cells = cells_of(k, v)

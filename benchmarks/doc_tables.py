@@ -229,6 +229,18 @@ EXACTRES_TITLES = {
     "exactres.bits.smollm2.fp16": ("bits an element in fp16, all included, SmolLM2-135M", ""),
     "exactres.bits.eval31m.fp16": ("the same, eval-31m", ""),
     "exactres.fallback_share": ("records that do not fit, the worse model, bf16", "0.01 or less"),
+    "exactres.wire.bytes_vs_full.smollm2": (
+        "anchor and packed residual on a wire, over plain bf16, SmolLM2-135M",
+        "0.8 or less",
+    ),
+    "exactres.wire.bytes_vs_full.eval31m": ("the same, eval-31m", "0.8 or less"),
+    "exactres.prefix_store.bytes_vs_raw.smollm2": (
+        "page in a prefix store, over a raw one, SmolLM2-135M",
+        "0.65 or less",
+    ),
+    "exactres.prefix_store.bytes_vs_raw.eval31m": ("the same, eval-31m", "0.65 or less"),
+    "exactres.too_large.smollm2": ("pages that a prefix store does not take, SmolLM2-135M", ""),
+    "exactres.too_large.eval31m": ("the same, eval-31m", ""),
     "exactres.roundtrip.values": (
         "values of all records, in bf16 and again in fp16",
         "10^9 or more",

@@ -126,19 +126,22 @@ class RawForm:
 
 class PackedForm:
     """Packed records of all layers and KV heads, then V of those that do not fit, in their order.
-    A slot has room for V of SPARE_SHARE of its records, and zeros behind the last one."""
+    A slot has room for V of SPARE_SHARE of its records, and zeros behind the last one.
+
+    num_records: of a page. num_spare: of them, how many may not fit in a slot.
+    """
 
     name = f"packed_{packed_format.VERSION}"
 
     def __init__(self, packed: PackedResidual, geometry: KVGeometry) -> None:
         self._packed = packed
         self._shape = (geometry.num_layers, geometry.num_kv_heads, packed.record_bytes)
-        self._num_records = geometry.num_layers * geometry.num_kv_heads
-        self._num_spare = -int(-self._num_records * SPARE_SHARE // 1)
+        self.num_records = geometry.num_layers * geometry.num_kv_heads
+        self.num_spare = -int(-self.num_records * SPARE_SHARE // 1)
 
     @property
     def slot_bytes(self) -> int:
-        return self._bytes(self._num_records, self._num_spare)
+        return self._bytes(self.num_records, self.num_spare)
 
     def _bytes(self, num_records: int, num_unfit: int) -> int:
         packed = self._packed
@@ -156,19 +159,19 @@ class PackedForm:
     def write_slots(
         self, records: RecordTransfers, pages: Sequence[int], slots: torch.Tensor
     ) -> None:
-        end = self._bytes(self._num_records, 0)
+        end = self._bytes(self.num_records, 0)
         packed = slots[:, :end].reshape(-1, *self._shape)
-        spare = slots[:, end:].reshape(len(slots), self._num_spare, -1)
-        unfit = self._num_unfit(packed).clamp_max(self._num_spare)
+        spare = slots[:, end:].reshape(len(slots), self.num_spare, -1)
+        unfit = self._num_unfit(packed).clamp_max(self.num_spare)
         raw_v = [rows[:count] for rows, count in zip(spare, unfit.tolist(), strict=True)]
         self._write(records, pages, packed, raw_v)
 
     def part_bytes(self, num_parts: int) -> int:
-        num_records = self._num_records // num_parts
+        num_records = self.num_records // num_parts
         return self._bytes(num_records, num_records)
 
     def check(self, part_sizes: Sequence[int]) -> None:
-        num_records = self._num_records // len(part_sizes)
+        num_records = self.num_records // len(part_sizes)
         least, most = self._bytes(num_records, 0), self.part_bytes(len(part_sizes))
         step = self._packed.raw_v_bytes
         if any(not least <= size <= most or (size - least) % step for size in part_sizes):
@@ -204,7 +207,7 @@ class PackedForm:
         num_parts = len(payloads[0])
         layers, heads, record_bytes = self._shape
         shape = (layers, heads // num_parts, record_bytes)
-        end = self._bytes(self._num_records // num_parts, 0)
+        end = self._bytes(self.num_records // num_parts, 0)
         # [pages, parts, layers, heads of a part, bytes]
         parts = torch.stack([torch.stack([part[:end] for part in page]) for page in payloads])
         packed = parts.view(len(pages), num_parts, *shape)

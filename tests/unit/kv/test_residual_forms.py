@@ -88,7 +88,7 @@ def test_pages_are_stored_up_to_one_that_needs_more_than_a_slot(make_two):
     source, _ = make_two(k, v)
     form, stored = stored_of(source)
     assert isinstance(form, PackedForm)
-    assert form._num_spare == 2
+    assert form.num_spare == 2
     assert num_unfit(source) == [0, 3, 0]
     assert len(stored.residuals) == 1
 
