@@ -10,7 +10,8 @@ KV is packed and sent from then on. The time of a token is when the token was co
 kept (TTKT, Lynx section 6). A second figure is when the client received the token. With --gpus,
 all pairs start at once and share the GPUs; pairs on one GPU are measured one after the other.
 Every point is appended to OUT.points.jsonl beside the results. A run measures the points that are
-not in that file yet. With no mode to measure, it only draws.
+not in that file yet. With no mode to measure, it only draws. The mode `packed` is `split` with
+packed residuals, and needs GPUs: servers on a CPU compute in fp32.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--seconds", type=float, nargs="+", default=[0.5, 1, 2, 5])
-    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
+    parser.add_argument("--modes", nargs="*", choices=MODES, help="default: all that can run")
     parser.add_argument("--prompts", type=int, default=2, help="prompts of each length")
     parser.add_argument(
         "--gpus", type=int, default=0, help="GPUs that the servers share; 0 runs them on the CPU"
@@ -68,7 +69,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, default=Path(".kvspec/ttkt"))
     parser.add_argument("--commit", help="commit of the points (default: of this checkout)")
     parser.add_argument("--machine", help="machine of the points (default: this machine)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.modes is None:
+        args.modes = [mode for mode in MODES if args.gpus or mode != "packed"]
+    elif "packed" in args.modes and not args.gpus:
+        parser.error("--modes packed needs --gpus: packed residuals need a KV cache in bf16")
+    return args
 
 
 def main() -> None:

@@ -17,7 +17,14 @@ _GOALS = (
     (2, "int4", 1.1, "ttkt.tt2t_vs_int4"),
     (32, "int8", 0.9, "ttkt.tt32t_vs_int8"),
 )
-MODES = ("split", "full", "int8", "int4", "cachegen")
+# (token, largest ratio of `packed` to `full` as a client sees them, name)
+_PACKED_GOALS = (
+    (2, 0.85, "exactres.ttkt.client_tt2t_vs_full"),
+    (32, 0.7, "exactres.ttkt.client_tt32t_vs_full"),
+)
+_PACKED_BYTES_GOAL = 0.8
+# `packed` is `split` with packed residuals, the others are values of --kvspec-transfer.
+MODES = ("split", "packed", "full", "int8", "int4", "cachegen")
 
 
 def figures(points: Sequence[Point]) -> list[Figure]:
@@ -35,6 +42,7 @@ def figures(points: Sequence[Point]) -> list[Figure]:
             at_link = [point for point in points if point.full_s == full_s]
             if some := _ratios(at_link, mode, token):
                 found.append(_spread(f"{name}.at_{full_s:g}s", some, goal))
+    found += _packed_figures(points)
     for mode in MODES:
         shares = _identical(points, mode)
         if shares:
@@ -49,6 +57,24 @@ def figures(points: Sequence[Point]) -> list[Figure]:
         found.append(Figure("ttkt.drafted_before_first_verification.mean", mean, "tokens"))
         mean = sum(p.accepted_first for p in firsts) / len(firsts)
         found.append(Figure("ttkt.accepted_at_first_verification.mean", mean, "tokens"))
+    return found
+
+
+def _packed_figures(points: Sequence[Point]) -> list[Figure]:
+    """Return the ratios of `packed` to `full` in seconds until a client has a token, and in
+    bytes."""
+    full = of_mode(points, "full")
+    pairs = [(p, full[key]) for key, p in of_mode(points, "packed").items() if key in full]
+    if not pairs:
+        return []
+    found = []
+    for token, goal, name in _PACKED_GOALS:
+        place = TOKENS.index(token)
+        ratios = [ours.seen_s[place] / theirs.seen_s[place] for ours, theirs in pairs]
+        found.append(_spread(name, ratios, goal))
+        found.append(Figure(f"{name}.worst", max(ratios), "ratio", None, goal))
+    ratios = [ours.num_bytes / theirs.num_bytes for ours, theirs in pairs]
+    found.append(_spread("exactres.wire.bytes_vs_full", ratios, _PACKED_BYTES_GOAL))
     return found
 
 

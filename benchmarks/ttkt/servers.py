@@ -93,8 +93,9 @@ class LinkedPair:
         prefixes = ()
         if setup.prefixes is not None:
             prefixes = (f"--kvspec-prefix-dir={setup.prefixes / 'store'}",)
-        # Modes other than `split` decode without drafts, like servers without anchors.
-        draft_len = "auto" if mode == "split" else 0
+        is_split = mode in ("split", "packed")
+        # Other modes decode without drafts, like servers without anchors.
+        draft_len = "auto" if is_split else 0
         self.pair = ServerPair(
             (
                 *setup.platform.arguments,
@@ -102,7 +103,8 @@ class LinkedPair:
                 f"--max-total-tokens={setup.max_total_tokens}",
                 "--max-running-requests=4",
                 "--kvspec",
-                f"--kvspec-transfer={mode}",
+                f"--kvspec-transfer={'split' if is_split else mode}",
+                f"--kvspec-exact-residual={'packed' if mode == 'packed' else 'raw'}",
                 f"--kvspec-draft-len={draft_len}",
                 *setup.server_args,
             ),

@@ -10,7 +10,7 @@ from ttkt.figures import draw, figures
 from ttkt.points import TOKENS, Point, append_point, read_points
 
 # Seconds in which the link sends the KV in full, times the share of the bytes.
-SHARE = {"split": 0.3, "full": 1.0, "int8": 0.5, "int4": 0.28, "cachegen": 0.25}
+SHARE = {"split": 0.3, "packed": 0.3, "full": 1.0, "int8": 0.5, "int4": 0.28, "cachegen": 0.25}
 
 
 def point(mode, full_s, prompt_len=4096, **changes):
@@ -21,13 +21,13 @@ def point(mode, full_s, prompt_len=4096, **changes):
         "prompt": 0,
         "full_s": full_s,
         "computed_s": tuple(first + 0.001 * k for k in TOKENS),
-        "seen_s": tuple(first + 1.0 for _ in TOKENS),
+        "seen_s": tuple(0.8 * full_s + 1.0 if mode == "packed" else full_s + 1.0 for _ in TOKENS),
         "anchors_s": first,
         "residuals_s": 1.3 * full_s if mode == "split" else None,
         "drafted_first": 32 if mode == "split" else 0,
         "accepted_first": 27 if mode == "split" else 0,
-        "num_bytes": 1000,
-        "output": (1, 2, 3) if mode in ("split", "full") else (1, 2, 4),
+        "num_bytes": 790 if mode == "packed" else 1000,
+        "output": (1, 2, 3) if mode in ("split", "packed", "full") else (1, 2, 4),
     }
     return Point(**(values | changes))
 
@@ -52,6 +52,15 @@ def test_ratios_of_all_links_and_of_each(points):
     assert found["ttkt.identical.int4"] == 0
     assert found["ttkt.drafted_before_first_verification.mean"] == 32
     assert found["ttkt.accepted_at_first_verification.mean"] == 27
+
+
+def test_packed_residuals_count_as_a_client_sees_them(points):
+    found = value_of(points)
+    both = (1.8 / 2.0 + 5.0 / 6.0) / 2
+    assert found["exactres.ttkt.client_tt2t_vs_full"] == pytest.approx(both)
+    assert found["exactres.ttkt.client_tt32t_vs_full.worst"] == pytest.approx(0.9)
+    assert found["exactres.wire.bytes_vs_full"] == pytest.approx(0.79)
+    assert not any("exactres" in name for name in value_of([p for p in points if p.mode != "full"]))
 
 
 def test_points_without_their_counterpart_count_nowhere(points):
@@ -80,8 +89,8 @@ def test_the_readme_says_what_is_there(points, tmp_path):
     text = gpu_lines(path)
     assert "On one NVIDIA H200" in text
     assert "| time to the 2nd token, `split` against `full` | 0.30 | 0.30 |" in text
-    assert "| 4,096 | 5 s | 1.50 / 1.53 | 5.00 / 5.03 |" in text
-    assert "`split` 100%, `int8` 0%" in text
+    assert "| 4,096 | 5 s | 1.50 / 1.53 | 1.50 / 1.53 | 5.00 / 5.03 |" in text
+    assert "`split` 100%, `packed` 100%, `int8` 0%" in text
     assert "27.0 of 32.0 drafts" in text
 
 
