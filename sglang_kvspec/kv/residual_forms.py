@@ -18,9 +18,9 @@ from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.record_transfers import PackedPages, RecordTransfers
 
-# Share of a page's packed records that may not fit, in a slot. On real models, less than 1 of 100
-# records does not fit (docs/benchmarks/exact-residual.md).
-SPARE_SHARE = 0.05
+# Packed records of a slot for each that may not fit. On real models, less than 1 of 100 does not
+# fit (docs/benchmarks/exact-residual.md).
+RECORDS_A_SPARE = 20
 
 
 class ResidualForm(Protocol):
@@ -126,7 +126,7 @@ class RawForm:
 
 class PackedForm:
     """Packed records of all layers and KV heads, then V of those that do not fit, in their order.
-    A slot has room for V of SPARE_SHARE of its records, and zeros behind the last one.
+    A slot has room for V of one of RECORDS_A_SPARE records, and zeros behind the last one.
 
     num_records: of a page. num_spare: of them, how many may not fit in a slot.
     """
@@ -137,7 +137,7 @@ class PackedForm:
         self._packed = packed
         self._shape = (geometry.num_layers, geometry.num_kv_heads, packed.record_bytes)
         self.num_records = geometry.num_layers * geometry.num_kv_heads
-        self.num_spare = -int(-self.num_records * SPARE_SHARE // 1)
+        self.num_spare = -(-self.num_records // RECORDS_A_SPARE)
 
     @property
     def slot_bytes(self) -> int:
@@ -162,8 +162,12 @@ class PackedForm:
         end = self._bytes(self.num_records, 0)
         packed = slots[:, :end].reshape(-1, *self._shape)
         spare = slots[:, end:].reshape(len(slots), self.num_spare, -1)
-        unfit = self._num_unfit(packed).clamp_max(self.num_spare)
-        raw_v = [rows[:count] for rows, count in zip(spare, unfit.tolist(), strict=True)]
+        unfit = (~self._packed.fits(packed)).flatten(1).sum(1).tolist()
+        # A slot that nobody wrote may miss more rows than it has. It must not take those of others.
+        raw_v = [
+            torch.nn.functional.pad(rows[:count], (0, 0, 0, count - len(rows[:count])))
+            for rows, count in zip(spare, unfit, strict=True)
+        ]
         self._write(records, pages, packed, raw_v)
 
     def part_bytes(self, num_parts: int) -> int:
@@ -232,9 +236,6 @@ class PackedForm:
         none = torch.empty((0, self._packed.raw_v_bytes), dtype=torch.uint8)
         fits = self._packed.fits(packed)
         records.write_packed(pages, PackedPages(packed, fits, torch.cat((none, *raw_v))))
-
-    def _num_unfit(self, packed: torch.Tensor) -> torch.Tensor:
-        return (~self._packed.fits(packed)).flatten(1).sum(1)
 
 
 def check_equal_parts(part_sizes: Sequence[int], size: int) -> None:
