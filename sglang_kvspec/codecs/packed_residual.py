@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from kvspec_kernels.reference import exact, packed_exact
 from kvspec_kernels.reference.codec import reference_of
 
 ANCHOR_BITS = 4
+# Values that plain torch packs or unpacks at once, with up to 180 bytes of temporaries each.
+VALUES_AT_ONCE = 1 << 18
 
 
 class PackedRecords(NamedTuple):
@@ -47,7 +50,8 @@ class PackedResidual:
         head_dim: int,
         dtype: torch.dtype,
     ) -> PackedResidual:
-        """Raises FormatError where the packed form is not defined."""
+        """Return the packed form of these anchors and residuals. Raises FormatError where it is not
+        defined."""
         if not isinstance(settings, Uniform4Settings) or settings.anchor_bits != ANCHOR_BITS:
             raise FormatError(
                 f"packed residuals need uniform4 anchors of {ANCHOR_BITS} bits, got "
@@ -68,17 +72,41 @@ class PackedResidual:
     def pack(self, anchor: torch.Tensor, residual: torch.Tensor) -> PackedRecords:
         """Pack raw residuals [N, num_kv_heads, residual_bytes] of pages whose anchors are `anchor`
         [N, num_kv_heads, anchor_bytes], on their device."""
-        k, v = exact.decode(residual, self.raw_layout)
-        packed = packed_exact.encode(k, v, *self._known(anchor))
-        return PackedRecords(packed.records, packed.fits, packed.raw_v)
+        parts = []
+        for some in self._at_once(residual):
+            k, v = exact.decode(residual[some], self.raw_layout)
+            parts.append(packed_exact.encode(k, v, *self._known(anchor[some])))
+        heads = residual.shape[1]
+        none = PackedRecords(
+            residual.new_empty(0, heads, self.record_bytes),
+            torch.empty((0, heads), dtype=torch.bool, device=residual.device),
+            residual.new_empty(0, self.raw_v_bytes),
+        )
+        done = [none, *(PackedRecords(part.records, part.fits, part.raw_v) for part in parts)]
+        return PackedRecords(*(torch.cat(each) for each in zip(*done, strict=True)))
 
     def unpack(
         self, anchor: torch.Tensor, records: torch.Tensor, raw_v: torch.Tensor
     ) -> torch.Tensor:
         """Return the raw residuals that pack() was given, on their device. Records that no pack()
         made give garbage, and raise nothing."""
-        pages = packed_exact.decode(records, raw_v, *self._known(anchor))
-        return exact.encode(*pages, self.raw_layout)
+        num_pages, heads = records.shape[:2]
+        residual = self.raw_layout.empty_records((num_pages, heads), records.device)
+        first = 0
+        for some in self._at_once(records):
+            count = int((~self.fits(records[some])).sum())
+            rows = raw_v[first : first + count]
+            pages = packed_exact.decode(records[some], rows, *self._known(anchor[some]))
+            residual[some] = exact.encode(*pages, self.raw_layout)
+            first += count
+        return residual
+
+    def _at_once(self, records: torch.Tensor) -> Iterator[slice]:
+        """Yield slices of pages whose values are few enough."""
+        num_pages, heads = records.shape[:2]
+        step = max(1, VALUES_AT_ONCE // (heads * 2 * self.layout.num_values))
+        for first in range(0, num_pages, step):
+            yield slice(first, min(first + step, num_pages))
 
     def fits(self, records: torch.Tensor) -> torch.Tensor:
         """Return which records [..., record_bytes] say that they fit: [...] bool."""

@@ -91,9 +91,9 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         default="raw",
         help="form of the residuals of `exact` in prefix tiers, at prefix servers and in split "
         "transfers: all bits (`raw`), or only what anchors do not tell (`packed`), about half as "
-        "many bytes",
+        "many bytes in bf16",
         note="both servers of a transfer, and all servers of a prefix server or folder, need the "
-        "same form to share pages; was not measured on a GPU",
+        "same form to share pages; `packed` serves on a CPU only",
         needs=(
             Need(
                 has_exact_target,

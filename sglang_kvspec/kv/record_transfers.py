@@ -14,6 +14,7 @@ from sglang_kvspec.kv.recent_window import RecentWindow
 from sglang_kvspec.kv.record_copies import RecordCopies
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.residual_pages import Residuals
+from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.kv.transfers import to_device
 from sglang_kvspec.planning.capacity import CapacityPlan
 
@@ -100,12 +101,14 @@ class RecordTransfers:
             done.raw_v.cpu(),
         )
 
-    def write_packed(self, pages: Sequence[int], packed: PackedPages) -> None:
-        """Store packed residuals of pages that land, whose anchors are there."""
+    def write_packed(self, pages: Sequence[int], packed: torch.Tensor, raw_v: torch.Tensor) -> None:
+        """Store packed residuals of pages that land, whose anchors are there. packed, raw_v: as in
+        PackedPages, records and raw_v."""
+        if not pages:
+            return
         kv = self._kv
-        records, raw_v = (to_device(kv.device, part) for part in (packed.records, packed.raw_v))
-        anchors = self._anchors_on_device(pages)
-        raw = self._packed.unpack(anchors, records.flatten(0, 1), raw_v)
+        packed, raw_v = (to_device(kv.device, part) for part in (packed, raw_v))
+        raw = self._packed.unpack(self._anchors_on_device(pages), packed.flatten(0, 1), raw_v)
         raw = raw.view(len(pages), *kv.residuals.cache.page_shape)
         if self.is_on_gpu and not kv.plan.host_pages:
             kv.residuals.cache.write_pages(self._cache_slots_of(pages), raw)
@@ -126,6 +129,9 @@ class RecordTransfers:
     def _residuals_on_device(self, pages: Sequence[int]) -> torch.Tensor:
         """Return residuals, like _anchors_on_device()."""
         kv = self._kv
+        for state in (ResidualState.ABSENT, ResidualState.IN_FLIGHT):
+            missing = kv.residuals.table.pages_in(pages, state)
+            assert not missing, f"page {missing[0]} has no residual to read"
         if self.is_on_gpu and not kv.plan.host_pages:
             return kv.residuals.cache.read_pages(self._cache_slots_of(pages)).flatten(0, 1)
         return to_device(kv.device, self.read_residuals(pages)).flatten(0, 1)

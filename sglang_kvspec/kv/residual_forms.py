@@ -16,7 +16,7 @@ from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.kv.geometry import KVGeometry
-from sglang_kvspec.kv.record_transfers import PackedPages, RecordTransfers
+from sglang_kvspec.kv.record_transfers import RecordTransfers
 
 # Packed records of a slot for each that may not fit. On real models, less than 1 of 100 does not
 # fit (docs/benchmarks/exact-residual.md).
@@ -54,8 +54,9 @@ class ResidualForm(Protocol):
         """Return the most bytes of one of num_parts parts of a page."""
         ...
 
-    def check(self, part_sizes: Sequence[int]) -> None:
-        """Raise TransportError for sizes in bytes that parts of a page cannot have."""
+    def check(self, parts: Sequence[torch.Tensor]) -> None:
+        """Check the parts of a page, 1-D. Raises TransportError unless write_parts() can store
+        them."""
         ...
 
     def read_parts(
@@ -71,8 +72,7 @@ class ResidualForm(Protocol):
         payloads: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         """Store residuals of pages that land, whose anchors are there. payloads: the parts of each
-        page, as many for every page, with sizes that pass check(). Raises TransportError for
-        payloads that are not pages."""
+        page, as many for every page, which pass check()."""
         ...
 
 
@@ -107,8 +107,8 @@ class RawForm:
     def part_bytes(self, num_parts: int) -> int:
         return self.slot_bytes // num_parts
 
-    def check(self, part_sizes: Sequence[int]) -> None:
-        check_equal_parts(part_sizes, self.part_bytes(len(part_sizes)))
+    def check(self, parts: Sequence[torch.Tensor]) -> None:
+        check_equal_parts(parts, self.part_bytes(len(parts)))
 
     def read_parts(
         self, records: RecordTransfers, pages: Sequence[int], num_parts: int
@@ -128,7 +128,7 @@ class PackedForm:
     """Packed records of all layers and KV heads, then V of those that do not fit, in their order.
     A slot has room for V of one of RECORDS_A_SPARE records, and zeros behind the last one.
 
-    num_records: of a page. num_spare: of them, how many may not fit in a slot.
+    num_records: records of a page. num_spare: how many of them may not fit, in a slot.
     """
 
     name = f"packed_{packed_format.VERSION}"
@@ -159,11 +159,11 @@ class PackedForm:
     def write_slots(
         self, records: RecordTransfers, pages: Sequence[int], slots: torch.Tensor
     ) -> None:
-        end = self._bytes(self.num_records, 0)
-        packed = slots[:, :end].reshape(-1, *self._shape)
-        spare = slots[:, end:].reshape(len(slots), self.num_spare, -1)
+        end, row_bytes = self._packed_bytes(1), self._packed.raw_v_bytes
+        packed = slots[:, :end].reshape(len(slots), *self._shape)
+        spare = slots[:, end:].reshape(len(slots), self.num_spare, row_bytes)
         unfit = (~self._packed.fits(packed)).flatten(1).sum(1).tolist()
-        # A slot that nobody wrote may miss more rows than it has. It must not take those of others.
+        # A slot of foreign bytes may miss more rows than it has. It must not take those of others.
         raw_v = [
             torch.nn.functional.pad(rows[:count], (0, 0, 0, count - len(rows[:count])))
             for rows, count in zip(spare, unfit, strict=True)
@@ -174,15 +174,25 @@ class PackedForm:
         num_records = self.num_records // num_parts
         return self._bytes(num_records, num_records)
 
-    def check(self, part_sizes: Sequence[int]) -> None:
-        num_records = self.num_records // len(part_sizes)
-        least, most = self._bytes(num_records, 0), self.part_bytes(len(part_sizes))
-        step = self._packed.raw_v_bytes
-        if any(not least <= size <= most or (size - least) % step for size in part_sizes):
-            raise TransportError(
-                f"the parts of a page have {list(part_sizes)} bytes, expected {least} each and "
-                f"multiples of {step} beyond that"
-            )
+    def check(self, parts: Sequence[torch.Tensor]) -> None:
+        sizes, least = [part.numel() for part in parts], self._packed_bytes(len(parts))
+        for part in parts:
+            if part.numel() < least:
+                break
+            records = part[:least].view(-1, self._packed.record_bytes)
+            num_unfit = int((~self._packed.fits(records)).sum())
+            if part.numel() != least + num_unfit * self._packed.raw_v_bytes:
+                break
+        else:
+            return
+        raise TransportError(
+            f"the parts of a page have {sizes} bytes, expected {least} each and "
+            f"{self._packed.raw_v_bytes} more for each record that does not fit"
+        )
+
+    def _packed_bytes(self, num_parts: int) -> int:
+        """Return the bytes of the packed records in one of num_parts parts of a page."""
+        return self._bytes(self.num_records // num_parts, 0)
 
     def read_parts(
         self, records: RecordTransfers, pages: Sequence[int], num_parts: int
@@ -211,14 +221,12 @@ class PackedForm:
         num_parts = len(payloads[0])
         layers, heads, record_bytes = self._shape
         shape = (layers, heads // num_parts, record_bytes)
-        end = self._bytes(self.num_records // num_parts, 0)
+        end = self._packed_bytes(num_parts)
         # [pages, parts, layers, heads of a part, bytes]
         parts = torch.stack([torch.stack([part[:end] for part in page]) for page in payloads])
         packed = parts.view(len(pages), num_parts, *shape)
         rows = [[part[end:].view(-1, self._packed.raw_v_bytes) for part in p] for p in payloads]
         unfit = ~self._packed.fits(packed)
-        if unfit.flatten(2).sum(2).tolist() != [[len(v) for v in page] for page in rows]:
-            raise TransportError("a page has other raw values than its packed records miss")
         raw_v = []
         for page_unfit, page_rows in zip(unfit, rows, strict=True):
             # Rows come part by part, and are written layer by layer.
@@ -234,16 +242,14 @@ class PackedForm:
         raw_v: Sequence[torch.Tensor],
     ) -> None:
         none = torch.empty((0, self._packed.raw_v_bytes), dtype=torch.uint8)
-        fits = self._packed.fits(packed)
-        records.write_packed(pages, PackedPages(packed, fits, torch.cat((none, *raw_v))))
+        records.write_packed(pages, packed, torch.cat((none, *raw_v)))
 
 
-def check_equal_parts(part_sizes: Sequence[int], size: int) -> None:
+def check_equal_parts(parts: Sequence[torch.Tensor], size: int) -> None:
     """Raise TransportError unless all parts of a page have `size` bytes."""
-    if set(part_sizes) != {size}:
-        raise TransportError(
-            f"the parts of a page have {list(part_sizes)} bytes, expected {size} each"
-        )
+    sizes = [part.numel() for part in parts]
+    if set(sizes) != {size}:
+        raise TransportError(f"the parts of a page have {sizes} bytes, expected {size} each")
 
 
 def parts_of_heads(records: torch.Tensor, num_parts: int) -> list[list[torch.Tensor]]:

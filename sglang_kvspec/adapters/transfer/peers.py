@@ -56,8 +56,7 @@ class Serving:
         return Identity(
             protocol=PROTOCOL,
             package=versions_of_kv(),
-            codec=f"{settings.fingerprint}, --kvspec-transfer {self.config.transfer}, "
-            f"{residual_form(self.kv.codec, geometry).name} residuals",
+            codec=f"{settings.fingerprint}, {self._transfer}",
             target=self.config.target,
             page_size=geometry.page_size,
             fingerprint=portable_fingerprint(config, hash_of_weights(self.model)),
@@ -65,6 +64,15 @@ class Serving:
             tp_shape=(self.ranks.size, geometry.num_kv_heads),
             rank=self.ranks.rank,
         )
+
+    @property
+    def _transfer(self) -> str:
+        """What both ends must agree on about the bytes that cross, besides the codec."""
+        told = f"--kvspec-transfer {self.config.transfer}"
+        if self.config.transfer != "split":
+            return told
+        form = residual_form(self.kv.codec, self.kv.geometry)
+        return f"{told}, {form.name} residuals (--kvspec-exact-residual)"
 
     def wire(self) -> PageWire:
         if self.config.transfer == "split":

@@ -43,10 +43,10 @@ class Lander:
     def check(
         self, landing: Landing, stream: Stream, index: int, chunk_bytes: Sequence[int]
     ) -> None:
-        """Check the size of a page that has arrived; raises TransportError. A handover passes: it
-        is checked when it is read."""
-        if index < landing.num_pages:
-            self._wire.check(stream, chunk_bytes)
+        """Check a page that has arrived; raises TransportError. So ranks that agree to land it all
+        can. A handover passes: it is checked when it is read."""
+        if index < landing.num_pages and landing.staging is not None:
+            self._wire.check(stream, landing.staging.payloads(stream, index, chunk_bytes))
 
     def read_handover(self, landing: Landing) -> None:
         """Read the handover if it is in the staging. Puts nothing into the pools."""

@@ -43,9 +43,9 @@ class PageWire(Protocol):
         """Return the bound of one of num_parts parts of a page."""
         ...
 
-    def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
-        """Check the sizes in bytes of a page's parts. Raises TransportError for impossible
-        sizes."""
+    def check(self, stream: Stream, parts: Sequence[torch.Tensor]) -> None:
+        """Check the parts of an arrived page, 1-D uint8. Raises TransportError for parts that are
+        none."""
         ...
 
     def land(
@@ -84,18 +84,18 @@ class SplitWire:
             return self.anchor_bytes // num_parts
         return self._form.part_bytes(num_parts)
 
-    def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
+    def check(self, stream: Stream, parts: Sequence[torch.Tensor]) -> None:
         if stream is Stream.ANCHOR:
-            check_equal_parts(part_sizes, self.part_bytes(stream, len(part_sizes)))
+            check_equal_parts(parts, self.part_bytes(stream, len(parts)))
         else:
-            self._form.check(part_sizes)
+            self._form.check(parts)
 
     def land(
         self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         kv = self._kv
         for parts in payloads:
-            self.check(stream, [part.numel() for part in parts])
+            self.check(stream, parts)
         if stream is Stream.ANCHOR:
             records = joined_heads(payloads, self._anchor_shape, kv.records.is_on_gpu)
             kv.begin_landing(pages)
@@ -137,8 +137,8 @@ class WholeWire:
     def part_bytes(self, stream: Stream, num_parts: int) -> int:
         return self._codec_of(num_parts).max_page_bytes if stream is Stream.ANCHOR else 0
 
-    def check(self, stream: Stream, part_sizes: Sequence[int]) -> None:
-        """Accept all sizes: they vary with the coded values, and decoding finds errors."""
+    def check(self, stream: Stream, parts: Sequence[torch.Tensor]) -> None:
+        """Accept all parts: their sizes vary with the coded values, and decoding finds errors."""
 
     def land(
         self, stream: Stream, pages: Sequence[int], payloads: Sequence[Sequence[torch.Tensor]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from xxhash import xxh3_128_digest
 
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.prefix_store import PageLink, page_rows
 from sglang_kvspec.kv.residual_forms import residual_form
-from sglang_kvspec.kv.stored_pages import StoredPages
 from sglang_kvspec.runtime.common_prefixes import names_of
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.remote_prefixes.lookups import LandedPage
@@ -70,15 +70,15 @@ class EarlyStarts:
         pages[i]. Residuals land later, in land()."""
         assert rid not in self._starts, f"request {rid} has already started"
         kv = self._kv
-        stored = StoredPages.empty(kv, self._form, len(pages))
+        anchors = torch.empty((len(pages), *kv.anchors.page_shape), dtype=torch.uint8)
         pending = {}
-        for row, page, link in zip(page_rows(stored.anchors), pages, links, strict=True):
+        for row, page, link in zip(page_rows(anchors), pages, links, strict=True):
             anchor = self._remote.anchor_of(link)
             assert anchor is not None, "the anchor has not arrived"
             row[:] = anchor
             pending[page] = (link, xxh3_128_digest(anchor))
         kv.begin_landing(pages)
-        kv.records.write_anchors(pages, stored.anchors)
+        kv.records.write_anchors(pages, anchors)
         kv.finish_anchors(pages)
         self._on_loaded(len(pages), 0)
         self._starts[rid] = _Start(list(pages), pending)
@@ -122,10 +122,10 @@ class EarlyStarts:
 
     def _write(self, landed: dict[int, LandedPage]) -> None:
         kv, pages = self._kv, list(landed)
-        stored = StoredPages.empty(kv, self._form, len(pages))
-        for row, record in zip(page_rows(stored.residuals), landed.values(), strict=True):
+        slots = torch.empty((len(pages), self._form.slot_bytes), dtype=torch.uint8)
+        for row, record in zip(page_rows(slots), landed.values(), strict=True):
             row[:] = record.residual
-        self._form.write_slots(kv.records, pages, stored.residuals)
+        self._form.write_slots(kv.records, pages, slots)
         self._on_loaded(0, len(pages))
 
     def release(self, pages: Collection[int]) -> None:

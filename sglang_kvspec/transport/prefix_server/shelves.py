@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -76,9 +77,18 @@ class Shelves:
                 f"a page has {identity.anchor_page_bytes + identity.residual_page_bytes} bytes, "
                 f"the prefix server takes at most {MAX_PAGE_BYTES}"
             )
-        known = {path.parent.name for path in self._directory.glob(f"*/{IDENTITY_FILE}")}
+        paths = self._directory.glob(f"*/{IDENTITY_FILE}")
+        known = {path.parent.name for path in paths if _is_of_this_version(path)}
         if len(known - {identity.folder_name}) >= self._max_models:
             raise PrefixStoreError(
                 f"the prefix server already keeps {len(known)} models and settings, at most "
                 f"{self._max_models}: raise --models of the prefix server"
             )
+
+
+def _is_of_this_version(path: Path) -> bool:
+    """Return False for the identity of a store that no server can use any more."""
+    try:
+        return bool(json.loads(path.read_text("utf-8"))["store_version"] == STORE_VERSION)
+    except (OSError, ValueError, KeyError, TypeError):
+        return True

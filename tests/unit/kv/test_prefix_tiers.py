@@ -219,6 +219,20 @@ def test_a_damaged_page_ends_the_prefix_and_is_counted(make_kv, open_tiers, tmp_
     assert tiers.num_loadable(links) == 3
 
 
+@pytest.mark.parametrize("packs", [False, True])
+def test_nothing_is_loaded_where_the_first_page_is_damaged_or_absent(
+    make_kv, open_tiers, identity_of, tmp_path, packs
+):
+    kv = make_kv(num_layers=LAYERS, packs=packs, dtype=torch.bfloat16)
+    tiers = open_tiers(kv, disk=(8, 8))
+    assert tiers.load(links_of(4, 5), [4, 5]) == Loaded(0, 0)
+    links = demoted(kv, tiers, 1, 2, 3)
+    tiers.disk.write_due()
+    damage(tmp_path, "residuals.data", 0, identity_of(kv).residual_page_bytes)
+    assert tiers.num_loadable(links) == 3
+    assert tiers.load(links, [4, 5, 6]) == Loaded(0, 0)
+
+
 def test_new_weights_neither_read_nor_write_the_disk(make_kv, open_tiers):
     kv = make_kv(num_layers=LAYERS)
     tiers = open_tiers(kv, disk=(8, 8))

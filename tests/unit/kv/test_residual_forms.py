@@ -105,7 +105,7 @@ def test_parts_come_back(make_two, num_parts):
     payloads = form.read_parts(source.records, PAGES, num_parts)
     assert all(len(parts) == num_parts for parts in payloads)
     for parts in payloads:
-        form.check([part.numel() for part in parts])
+        form.check(parts)
         assert all(part.numel() <= form.part_bytes(num_parts) for part in parts)
     target.begin_landing(ELSEWHERE)
     target.records.write_anchors(ELSEWHERE, source.records.read_anchors(PAGES))
@@ -115,33 +115,38 @@ def test_parts_come_back(make_two, num_parts):
     assert_same(source, target)
 
 
-def test_parts_of_wrong_sizes_are_refused(make_two):
-    source, _ = make_two(*values(4))
-    form = residual_form(source.codec, source.geometry)
-    size = form.read_parts(source.records, PAGES[:1], 1)[0][0].numel()
-    row = source.codec.packed.raw_v_bytes
-    most = LAYERS * HEADS * row
-    for wrong in (0, size - row, size - 1, size + 1, size + most + row):
-        with pytest.raises(TransportError, match=f"have \\[{wrong}\\] bytes, expected {size}"):
-            form.check([wrong])
-    form.check([size + row])
-    form.check([size + most])
-
-
-def test_parts_with_other_raw_values_than_are_missing_are_refused(make_two):
+def test_parts_of_other_sizes_than_their_records_need_are_refused(make_two):
     k, v = values(5)
     spoil(v, 0, slice(0, 1), 1)
-    source, target = make_two(k, v)
+    source, _ = make_two(k, v)
     form = residual_form(source.codec, source.geometry)
     ((part,),) = form.read_parts(source.records, PAGES[:1], 1)
+    form.check([part])
     row = source.codec.packed.raw_v_bytes
-    for payload in (part[:-row], torch.cat((part, part[-row:]))):
-        with pytest.raises(TransportError, match="other raw values"):
-            form.write_parts(target.records, ELSEWHERE[:1], [[payload]])
+    for wrong in (part[:0], part[:-1], part[:-row], torch.cat((part, part[-row:]))):
+        with pytest.raises(TransportError, match=f"have \\[{len(wrong)}\\] bytes"):
+            form.check([wrong])
+
+
+def test_no_pages(make_two):
+    source, target = make_two(*values(9))
+    form, stored = stored_of(source)
+    assert form.read_slots(source.records, []) == []
+    write_stored(target, form, [], stored.first(0), {})
+    assert form.read_parts(source.records, [], 2) == []
+
+
+def test_pages_without_residuals_are_not_packed(make_two):
+    source, target = make_two(*values(10))
+    target.begin_landing(ELSEWHERE)
+    target.records.write_anchors(ELSEWHERE, source.records.read_anchors(PAGES))
+    target.finish_anchors(ELSEWHERE)
+    with pytest.raises(AssertionError, match="page 1 has no residual"):
+        target.records.read_packed(ELSEWHERE)
 
 
 @pytest.mark.parametrize("fill", [0, 255])
-def test_slots_that_nobody_wrote_do_no_harm(make_two, fill):
+def test_slots_of_foreign_bytes_do_no_harm(make_two, fill):
     """A peer may store any bytes under a right checksum. Pages beside them stay right."""
     k, v = values(6)
     spoil(v, 1, slice(4, 5), 2)

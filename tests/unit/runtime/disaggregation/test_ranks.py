@@ -194,6 +194,25 @@ def test_a_page_of_another_size_is_noticed_before_it_lands(server, stream) -> No
     server.check()
 
 
+def test_packed_residuals_with_raw_rows_too_many_are_noticed_before_they_land(make_lab) -> None:
+    server = Server(make_lab, "packed")
+    first, second = server.labs
+    requests = server.begin(LENGTH)
+    key = SegmentKey(ROOM, Stream.RESIDUAL, 1, 0)
+    row = second.decode.codec.packed.raw_v_bytes
+    second.link.offers[key] = memoryview(bytearray(second.link.offers[key]) + bytearray(row))
+    for lab in server.labs:
+        lab.link.deliver()
+        lab.pump()
+    assert first.arrivals.failure(ROOM) is None
+    assert "more for each record that does not fit" in second.arrivals.failure(ROOM)
+    server.check()
+    for lab, request in zip(server.labs, requests, strict=True):
+        lab.arrivals.release(request.decode_pages)
+    server.check()
+    server.pool.shutdown()
+
+
 @pytest.mark.parametrize("arrives", ["before", "while set aside", "after"])
 def test_a_retracted_request_resumes_alike_on_both_ranks(server, arrives) -> None:
     """The ranks lack different residuals of the request, but keep the same KV."""
