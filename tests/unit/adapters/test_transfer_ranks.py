@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import requests
+import torch
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from kvspec_kernels.codecs.uniform4 import Uniform4Settings
 from kvspec_testkit.servers.port_lease import PortLease
 from sglang_kvspec.adapters.transfer import decoding, peers, prefill
 from sglang_kvspec.adapters.transfer.decode import DecodeManager
@@ -22,9 +23,12 @@ from sglang_kvspec.adapters.transfer.directory import (
 )
 from sglang_kvspec.adapters.transfer.peers import Serving, failed
 from sglang_kvspec.adapters.transfer.prefill import PrefillManager
+from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.runtime.disaggregation.arrivals import ON_ANOTHER_RANK
 from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.transport import Identity
 
 
 class OtherRank:
@@ -119,16 +123,27 @@ def test_an_identity_names_ranks_and_heads(monkeypatch) -> None:
     monkeypatch.setattr(peers, "hash_of_weights", lambda model: "weights")
     monkeypatch.setattr(peers, "hash_of_all_ranks", lambda model, ranks: "all weights")
     monkeypatch.setattr(peers, "portable_fingerprint", lambda config, weights: weights)
-    geometry = SimpleNamespace(page_size=64, num_kv_heads=4)
-    codec = SimpleNamespace(settings=Uniform4Settings())
-    pool = SimpleNamespace(kv=SimpleNamespace(geometry=geometry, codec=codec))
-    serving = Serving(KVSpecConfig(), pool, None, None, Ranks(1, 2))
-    identity = serving.identity()
+    sizes = {"page_size": 64, "head_dim": 64, "dtype": torch.bfloat16}
+    geometry = KVGeometry(num_layers=2, num_kv_heads=4, **sizes)
+
+    def identity_of(config: KVSpecConfig, **options: Any) -> Identity:
+        codec = make_codec("uniform4", target="exact", **sizes, **options)
+        pool = SimpleNamespace(kv=SimpleNamespace(geometry=geometry, codec=codec))
+        return Serving(config, pool, None, None, Ranks(1, 2)).identity()
+
+    identity = identity_of(KVSpecConfig())
     assert (identity.tp_shape, identity.rank) == ((2, 4), 1)
     assert (identity.fingerprint, identity.whole) == ("weights", "all weights")
-    codec.settings = Uniform4Settings(anchor_bits=2)
     assert "4-bit anchors" in identity.codec
-    assert "2-bit anchors" in serving.identity().codec
+    assert "2-bit anchors" in identity_of(KVSpecConfig(), anchor_bits=2).codec
+    packed = identity_of(KVSpecConfig(exact_residual="packed"), packs=True)
+    assert ("raw residuals" in identity.codec, "packed_1 residuals" in packed.codec) == (True, True)
+    # Whole pages cross as they are, whatever prefix tiers store.
+    whole = [
+        identity_of(KVSpecConfig(transfer="full", exact_residual=form), packs=form == "packed")
+        for form in ("raw", "packed")
+    ]
+    assert whole[0].codec == whole[1].codec
 
 
 def test_a_rank_that_knows_no_reason_says_that_another_does() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,6 +234,24 @@ def test_models_do_not_see_each_other(stocked: Rig) -> None:
         stocked.seek("c", 1, links)
         stocked.run(2)
         assert stocked.take("c") == [LookupEnded(1, 0, "no link to the prefix server")]
+
+
+def test_stores_of_other_versions_take_no_model_of_the_limit(stocked: Rig) -> None:
+    """Their folders stay after an update, and no server can use them."""
+    stocked.connect("b", layout=msgspec.structs.replace(LAYOUT, model="another"))
+    third = msgspec.structs.replace(LAYOUT, model="a third")
+    refused = stocked.add("c", layout=third)
+    stocked.run(3)
+    assert refused.state is LinkState.REFUSED
+    (path,) = (
+        path
+        for path in stocked.folder.glob("*/identity.json")
+        if json.loads(path.read_text())["model"] == "another"
+    )
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"store_version": 1}))
+    taken = stocked.add("d", layout=third)
+    stocked.run(3)
+    assert taken.state is LinkState.LIVE
 
 
 def test_what_is_lost_on_the_way_is_not_there(stocked: Rig) -> None:
