@@ -12,7 +12,8 @@ from attention.kvspec_runs import record_bytes, records, workspace_of
 from attention.shapes import HEAD_DIM, KV_HEADS, PAGE_SIZE, QO_HEADS, Shape
 from kvspec_kernels.codecs import CodecSpec
 from kvspec_kernels.formats import anchor_layout
-from kvspec_kernels.ops.attention import Backend, DraftAttention
+from kvspec_kernels.ops.attention import DraftAttention
+from kvspec_kernels.ops.attention_plan import Backend
 from kvspec_kernels.ops.page_selection import PageSelection, ScoredRequests, SelectedLists
 
 LAYERS = 32

@@ -16,20 +16,26 @@ allocates nothing and does not wait for the device. Layout NHD. Log-sum-exps are
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import torch
 
 from kvspec_kernels.codecs.spec import CodecSpec
 from kvspec_kernels.formats import Target
-from kvspec_kernels.ops.attention_plan import Arithmetic, AttentionPlan, Records, Source, Tail
+from kvspec_kernels.ops.attention_plan import (
+    Arithmetic,
+    AttentionPlan,
+    Backend,
+    Records,
+    Source,
+    Tail,
+    check_backend,
+)
 from kvspec_kernels.ops.cuda_attention import CudaAttention
 from kvspec_kernels.ops.device import num_multiprocessors
 from kvspec_kernels.ops.triton_attention import TritonAttention
 
 __all__ = ["DraftAttention", "Tail", "VerifyAttention", "workspace_nbytes"]
-
-Backend = Literal["auto", "cuda", "triton"]
 
 
 class BackendAttention(Protocol):
@@ -116,8 +122,7 @@ class _Attention:
         if workspace.data_ptr() % 16:
             raise ValueError("workspace must start at a multiple of 16 bytes")
         self._workspace = workspace
-        if backend not in get_args(Backend):
-            raise ValueError(f"backend must be auto, cuda or triton, got {backend!r}")
+        check_backend(backend)
         self._backend = backend
         self._plan: AttentionPlan | None = None
         self._ready: BackendAttention | None = None

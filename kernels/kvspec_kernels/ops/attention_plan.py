@@ -13,6 +13,8 @@ from kvspec_kernels.formats import RecordLayout, Target, anchor_layout, residual
 Source = Literal["anchor", "int8", "exact"]
 # Number format of a draft's products; auto takes the faster one. Verifications always take fp16.
 Arithmetic = Literal["auto", "fp16", "int8"]
+# Kernels of an operation: CUDA C++ for Hopper, Triton, or CUDA where it covers the operation.
+Backend = Literal["auto", "cuda", "triton"]
 
 MAX_GROUP = 16
 MAX_QO_LEN = 65
@@ -184,6 +186,11 @@ class AttentionPlan:
                 f"{name} must have a start and strides at multiples of {ALIGNMENT} bytes, "
                 f"got strides {strides}"
             )
+
+
+def check_backend(backend: str) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be auto, cuda or triton, got {backend!r}")
 
 
 def check_tensor(

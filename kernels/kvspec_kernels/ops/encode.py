@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 
 from kvspec_kernels.codecs.spec import CodecSpec
@@ -11,9 +9,8 @@ from kvspec_kernels.formats import Target
 from kvspec_kernels.jit import cuda_encode
 from kvspec_kernels.jit.encode import encode_kernel
 from kvspec_kernels.ops import encoding
+from kvspec_kernels.ops.attention_plan import Backend, check_backend
 from kvspec_kernels.ops.encoding import EncodeConstants
-
-Backend = Literal["auto", "cuda", "triton"]
 
 
 def encode_pages(
@@ -46,8 +43,7 @@ def encode_pages(
     Raises FormatError for sizes and settings without records or a kernel. Raises ValueError for
     tensors that do not fit, and for tensors or settings that the back end does not cover.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend must be auto, cuda or triton, got {backend!r}")
+    check_backend(backend)
     encoding.check_pages(k, v, "k and v")
     _, page_size, num_heads, head_dim = k.shape
     constants = encoding.encode_constants(settings, target, page_size, head_dim, k.dtype)

@@ -15,6 +15,7 @@ import triton
 from kvspec_kernels.jit import cuda_int4_products
 from kvspec_kernels.jit.cuda_int4_products import CudaTile
 from kvspec_kernels.jit.int4_products import int4_product_kernel
+from kvspec_kernels.ops.attention_plan import Backend, check_backend
 from kvspec_kernels.ops.device import num_multiprocessors
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 from kvspec_kernels.reference import nibbles
@@ -148,23 +149,35 @@ def repacked(weight: Int4Weight) -> PackedWeight:
 
 
 def product(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
     """Return x @ weight.T + bias, bf16 [M, N], summed in fp32.
 
-    x: bf16 [M, K]. bias: [N]. Allocates the output and partial sums, and does not wait for the
-    device. The bits of a row depend on the number of rows. Raises ValueError for other dtypes and
-    for shapes that do not fit.
+    x: bf16 [M, K]. bias: [N]. backend: "auto" takes "cuda" for the products that
+    choose_cuda_tile() covers. Allocates the output and partial sums, and does not wait for the
+    device. The bits of a row depend on the number of rows. Raises ValueError for other dtypes, for
+    shapes that do not fit, and for products that the back end does not cover.
     """
+    check_backend(backend)
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}, and must be bf16")
     if x.ndim != 2 or x.shape[1] != weight.num_inputs:
         raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.num_inputs} inputs")
     if bias is not None and bias.shape != (weight.num_columns,):
         raise ValueError(f"bias {list(bias.shape)} does not fit {weight.num_columns} columns")
-    tile = choose_cuda_tile(x, weight.num_columns, bias)
+    tile = None if backend == "triton" else choose_cuda_tile(x, weight.num_columns, bias)
     if tile is not None:
         return multiply_in_cuda(x, weight, bias, tile)
+    if backend == "cuda":
+        raise ValueError(
+            "backend 'cuda' needs a device of compute capability 9.0, at most "
+            f"{CUDA_TILES[-1].rows} rows, inputs in multiples of 8, an even number of columns and "
+            f"a contiguous bf16 bias, got x {list(x.shape)} on {x.device} and {weight.num_columns} "
+            "columns"
+        )
     return multiply(x, weight, bias, choose_tile(len(x)))
 
 

@@ -5,7 +5,7 @@ steps read."""
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,11 +21,9 @@ from kvspec_kernels.jit.page_selection import (
     page_mass_kernel,
     select_kernel,
 )
-from kvspec_kernels.ops.attention_plan import check_index, check_tensor
+from kvspec_kernels.ops.attention_plan import Backend, check_backend, check_index, check_tensor
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 from kvspec_kernels.reference.codec import kernel_reference_of
-
-Backend = Literal["auto", "cuda", "triton"]
 
 # Parts of a request's pages that are scored by programs of their own.
 NUM_SPLITS = 32
@@ -97,7 +95,9 @@ class PageSelection:
     ) -> None:
         """max_batch: requests of a call. max_scored: pages that a call of score() has in all.
         most_pages, most_queries: of a request. sm_scale: 1 / sqrt(head_dim) unless given. backend:
-        of score(). Raises ValueError for a back end that does not cover these sizes."""
+        of score(). Raises ValueError for a back end that does not exist or does not cover these
+        sizes."""
+        check_backend(backend)
         self.max_batch, self.num_kv_heads = max_batch, num_kv_heads
         self.q_shape = (None, num_qo_heads, head_dim)
         self.q_dtype, self.device = q_dtype, device

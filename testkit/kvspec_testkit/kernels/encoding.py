@@ -6,7 +6,8 @@ import torch
 
 from kvspec_kernels.codecs.spec import CodecSpec
 from kvspec_kernels.formats import Target, anchor_layout, residual_layout
-from kvspec_kernels.ops.encode import Backend, encode_pages
+from kvspec_kernels.ops.attention_plan import Backend
+from kvspec_kernels.ops.encode import encode_pages
 from kvspec_kernels.reference import exact
 from kvspec_kernels.reference.codec import reference_of
 

@@ -30,6 +30,8 @@ from kvspec_kernels.ops.int4_products import (
 from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight, decode, round_to_nearest
 
 BF16 = torch.bfloat16
+# Without a GPU both are Triton.
+BACKENDS = ("auto", "triton") if torch.cuda.is_available() else ("auto",)
 # Columns and inputs: less than a tile and a group, whole tiles and chunks, ends inside each.
 SHAPES = [(40, 24), (64, CHUNK), (72, 100), (130, 2 * CHUNK + 72), (24, 5 * CHUNK)]
 
@@ -192,11 +194,29 @@ def test_tiles_that_fit_are_not_cut_across(num_tiles, num_chunks, programs):
     assert num_programs(396, num_tiles, num_chunks) == programs
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 33, 64, 70])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_equal_the_reference(shape, num_rows, device):
+def test_products_equal_the_reference(shape, num_rows, backend, device):
     x, weight, bias = draw(num_rows, *shape, device)
-    assert_product(product(x, repacked(weight), bias), x, weight, bias)
+    assert_product(product(x, repacked(weight), bias, backend), x, weight, bias)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_product_runs_on_the_back_end_that_is_asked_for(backend, monkeypatch):
+    monkeypatch.setattr(int4_products, "choose_cuda_tile", lambda *args: CUDA_TILES[0])
+    monkeypatch.setattr(int4_products, "multiply_in_cuda", lambda *args: "cuda")
+    monkeypatch.setattr(int4_products, "multiply", lambda *args: "triton")
+    x, weight, _ = draw(1, 40, 136, "cpu")
+    assert product(x, repacked(weight), None, backend) == backend
+
+
+def test_back_ends_that_do_not_cover_a_product_are_refused():
+    x, weight, _ = draw(1, 40, 136, "cpu")
+    with pytest.raises(ValueError, match=r"backend 'cuda' needs .* got x \[1, 136\] on cpu"):
+        product(x, repacked(weight), None, "cuda")
+    with pytest.raises(ValueError, match="backend must be auto, cuda or triton, got 'hip'"):
+        product(x, repacked(weight), None, "hip")
 
 
 def test_scaled_sums_are_as_precise_as_fp32(device):
