@@ -79,12 +79,10 @@ def draft_supported(shape: AttentionShape, device: torch.device) -> bool:
 
 
 def supported(shape: AttentionShape, device: torch.device) -> bool:
-    """Return True if the conditions of both draft and verify attention hold. Their bulk copies need
-    compute capability 9.0."""
+    """Return True if the conditions of both draft and verify attention hold."""
     group = shape.num_qo_heads // shape.num_kv_heads
     return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= (9, 0)
+        nvrtc.is_hopper(device)
         and shape.head_dim in HEAD_DIMS
         and 1 <= group <= MAX_GROUP
         and shape.q_dtype in (torch.bfloat16, torch.float16)

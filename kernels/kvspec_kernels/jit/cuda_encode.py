@@ -42,8 +42,7 @@ class EncodeShape:
 def supported(shape: EncodeShape, device: torch.device) -> bool:
     """Return True if the kernel covers this shape. Cached: every layer of every prefill asks."""
     return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= (9, 0)
+        nvrtc.is_hopper(device)
         and shape.head_dim % HEAD_DIM_STEP == 0
         and shape.dtype in (torch.bfloat16, torch.float16)
         and shape.settings.cuda_encode(shape.page_size) is not None

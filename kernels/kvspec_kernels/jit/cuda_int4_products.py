@@ -50,8 +50,7 @@ def supported(x: torch.Tensor, num_columns: int, bias: torch.Tensor | None = Non
     )
     return (
         has_pairs
-        and x.device.type == "cuda"
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        and nvrtc.is_hopper(x.device)
         and x.dtype == torch.bfloat16
         and x.shape[1] % ROW_STEP == 0
         and num_columns % COLUMN_STEP == 0

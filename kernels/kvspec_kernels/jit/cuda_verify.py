@@ -50,8 +50,6 @@ def verify_supported(shape: AttentionShape, device: torch.device, batch: int) ->
         codec is not None
         and codec.verifies
         and supported(shape, device)
-        # Only Hopper has warpgroup products.
-        and torch.cuda.get_device_capability(device)[0] == 9
         and shape.page_size % 64 == 0
         and shape.head_dim % 64 == 0
         and batch <= MAX_BATCH

@@ -50,6 +50,12 @@ def compile_cubin(
     return Compiled(code, log)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Return True for a GPU that the CUDA kernels are made for. Newer ones have less shared memory
+    than their launches take, or no warpgroup products, and older ones no bulk copies."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 class Kernel:
     """A loaded kernel."""
 
