@@ -128,10 +128,9 @@ def product_figures() -> Iterator[Figure]:
 
 def _tile_figures(label: str, rows: torch.Tensor, weights: list[torch.Tensor]) -> Iterator[Figure]:
     """Time every tile that choose_tile() has for this number of rows."""
-    if len(rows) <= products.FEW_ROWS:
-        tiles: tuple[products.Tile, ...] = (products.NARROW, products.PLAIN)
-    else:
-        tiles = products.WIDE
+    chosen = products.tiles_of(rows.device)
+    is_few = len(rows) <= products.FEW_ROWS
+    tiles = (chosen.narrow, chosen.plain) if is_few else chosen.wide
     best = []
     for tile in tiles:
         timing = _timed(lambda w, tile=tile: products.multiply(rows, w, None, tile), weights)

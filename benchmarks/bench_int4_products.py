@@ -170,7 +170,7 @@ def time_product(
 
 def tiles_for(x: torch.Tensor, num_columns: int) -> tuple[Tile | CudaTile, list[Tile | CudaTile]]:
     """Return the tile that the product chooses, and all with a number of rows that fits."""
-    chosen = int4_products.choose_tile(len(x))
+    chosen = int4_products.choose_tile(int4_products.chosen_tiles(x.device), len(x))
     fitting = [tile for tile in TILES if tile.rows == chosen.rows]
     fewer = [replace(tile, programs=n) for tile in fitting for n in range(1, tile.programs)]
     in_cuda = int4_products.choose_cuda_tile(x, num_columns)

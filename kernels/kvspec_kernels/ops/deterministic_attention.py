@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,11 +15,58 @@ from kvspec_kernels.jit.deterministic_attention import (
     merge_chunks_kernel,
 )
 from kvspec_kernels.ops.attention import Tail
+from kvspec_kernels.ops.device import LARGE_BYTES, SMALL_BYTES, is_large
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 
-# Fixed sizes: another tile could compile to instructions that add in another order.
+# A fixed size: another tile could compile to instructions that add in another order.
 BLOCK_ROWS = 64
-NUM_WARPS, NUM_STAGES = 4, 3
+# Most bytes that the compiler adds to tiles: barriers of its pipeline.
+BARRIER_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the kernel is compiled for a GPU, sizes and dtype; all queries of a server take the same,
+    so that sums have one order."""
+
+    num_warps: int
+    num_stages: int
+
+
+def shared_bytes(
+    page_size: int, head_dim: int, dtype: torch.dtype, *, is_large: bool
+) -> dict[Launch, int]:
+    """Return the possible launches of a GPU, the fastest first, and the bytes of shared memory that
+    a block of each takes at most."""
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+    queries, page = BLOCK_ROWS * block_dim, page_size * block_dim
+    if is_large:
+        # The pipeline holds two pages of K and two of V. Probabilities stay in registers.
+        values = {Launch(4, 3): queries + 4 * page}
+    else:
+        # Larger tiles need the registers of 8 warps. Without a pipeline, K and V of a page lie in
+        # the same place.
+        warps = 4 if page < 64 * 128 and block_dim < 128 else 8
+        probabilities = BLOCK_ROWS * page_size
+        values = {
+            Launch(warps, 3): queries + 2 * page + probabilities,
+            Launch(warps, 1): queries + page + probabilities,
+        }
+    return {launch: count * dtype.itemsize + BARRIER_BYTES for launch, count in values.items()}
+
+
+def launch_of(page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    """Return the launch for these sizes. Raises ValueError if a block would need more shared memory
+    than the GPU has."""
+    large = is_large(device)
+    limit = LARGE_BYTES if large else SMALL_BYTES
+    for launch, nbytes in shared_bytes(page_size, head_dim, dtype, is_large=large).items():
+        if nbytes <= limit:
+            return launch
+    raise ValueError(
+        f"pages of {page_size} tokens with heads of {head_dim} in {dtype} do not fit the "
+        f"{limit // 1024} KiB of shared memory of this GPU: take smaller pages"
+    )
 
 
 class Past(NamedTuple):
@@ -64,7 +112,7 @@ def deterministic_attention(
     order. Decoding one token at a time, several at once or a prompt in chunks gives equal bits, if
     the rest of the model is batch-invariant too.
     Does not wait for the device, and allocates only `out`. Raises ValueError for tensors that do
-    not fit and for page sizes that are not powers of two; indices are not checked.
+    not fit, for page sizes that are not powers of two, and as launch_of(); indices are not checked.
     """
     num_tokens, num_qo_heads, head_dim = q.shape
     page_size, num_kv_heads = tail.window_k.shape[1:3]
@@ -73,6 +121,7 @@ def deterministic_attention(
     if num_tokens == 0:
         return out
     group, batch = num_qo_heads // num_kv_heads, len(qo_indptr) - 1
+    launch = launch_of(page_size, head_dim, q.dtype, q.device)
     max_chunks = 1
     if parts is not None:
         _check_parts(parts, q)
@@ -117,8 +166,8 @@ def deterministic_attention(
         stride_tail_token=tail.window_k.stride(1),
         SPLIT=parts is not None,
         BLOCK_ROWS=BLOCK_ROWS,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
         **common,
     )
     if parts is not None:

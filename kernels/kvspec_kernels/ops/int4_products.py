@@ -6,7 +6,8 @@ the same packed weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from kvspec_kernels.jit import cuda_int4_products
 from kvspec_kernels.jit.cuda_int4_products import CudaTile
 from kvspec_kernels.jit.int4_products import int4_product_kernel
 from kvspec_kernels.ops.attention_plan import Backend, check_backend
-from kvspec_kernels.ops.device import num_multiprocessors
+from kvspec_kernels.ops.device import is_large, num_multiprocessors
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 from kvspec_kernels.reference import nibbles
 from kvspec_kernels.reference.int4_weights import GROUP, Int4Weight
@@ -89,6 +90,8 @@ TILES = (
 )
 # Tiles that choose_tile() takes, by rows: the fastest for each product of an 8B layer.
 CHOSEN = {16: TILES[0], 32: TILES[4], 64: TILES[6]}
+# The same for GPUs of 99 KiB of shared memory a block. None was measured.
+CHOSEN_SMALL = CHOSEN | {64: replace(TILES[6], num_stages=2)}
 LEAST_COLUMNS = min(tile.columns for tile in TILES)
 # Tiles in CUDA. More rows are faster in Triton.
 CUDA_TILES = (
@@ -178,12 +181,18 @@ def product(
             f"a contiguous bf16 bias, got x {list(x.shape)} on {x.device} and {weight.num_columns} "
             "columns"
         )
-    return multiply(x, weight, bias, choose_tile(len(x)))
+    return multiply(x, weight, bias, choose_tile(chosen_tiles(x.device), len(x)))
 
 
-def choose_tile(num_rows: int) -> Tile:
-    """Return the tile for a product, as measured (benchmarks/bench_int4_products.py)."""
-    return CHOSEN[next((rows for rows in CHOSEN if num_rows <= rows), MOST_ROWS)]
+def chosen_tiles(device: torch.device) -> Mapping[int, Tile]:
+    """Return the tiles of a device by their rows, as measured on Hopper
+    (benchmarks/bench_int4_products.py)."""
+    return CHOSEN if is_large(device) else CHOSEN_SMALL
+
+
+def choose_tile(chosen: Mapping[int, Tile], num_rows: int) -> Tile:
+    """Return the tile for a product of so many rows."""
+    return chosen[next((rows for rows in chosen if num_rows <= rows), MOST_ROWS)]
 
 
 def choose_cuda_tile(

@@ -15,7 +15,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvspec_kernels.jit.products import product_kernel, wide_product_kernel
-from kvspec_kernels.ops.device import num_multiprocessors
+from kvspec_kernels.ops.device import is_large, num_multiprocessors
 from kvspec_kernels.ops.triton_attention import INTERPRETED, TRITON_DTYPES
 
 # Blocks of rows that read the same columns, one after the other.
@@ -31,7 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 class Tile:
     """Size of a program's output, and of the step in which it reads its operands.
 
-    microseconds: time of one tile a multiprocessor, for a depth of 4096 (H100). Only ratios count.
+    microseconds: time of one tile a multiprocessor, for a depth of 4096. Only ratios count.
     bulk: bulk copies fetch the operands.
     """
 
@@ -44,18 +44,46 @@ class Tile:
     bulk: bool = True
 
 
-# Up to FEW_ROWS rows, where reading the weight takes the time. NARROW if each multiprocessor gets
-# one tile at most.
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of a GPU. narrow, plain: for up to FEW_ROWS rows, where reading the weight takes the
+    time; narrow if each multiprocessor gets one tile at most. wide: for more rows."""
+
+    narrow: Tile
+    plain: Tile
+    wide: tuple[Tile, ...]
+
+    @property
+    def all(self) -> tuple[Tile, ...]:
+        return (self.narrow, self.plain, *self.wide)
+
+
 FEW_ROWS = 64
-NARROW = Tile(64, 32, 256, num_warps=4, num_stages=4, bulk=False)
-PLAIN = Tile(64, 64, 128, num_warps=4, num_stages=4, bulk=False)
-# More rows.
-WIDE = (
-    Tile(64, 64, 128, num_warps=4, num_stages=4, microseconds=17),
-    Tile(64, 128, 64, num_warps=4, num_stages=5, microseconds=21),
-    Tile(128, 128, 64, num_warps=8, num_stages=5, microseconds=23),
-    Tile(128, 256, 64, num_warps=8, num_stages=3, microseconds=44),
+# Tiles of Hopper, with times of an H100.
+LARGE = Tiles(
+    narrow=Tile(64, 32, 256, num_warps=4, num_stages=4, bulk=False),
+    plain=Tile(64, 64, 128, num_warps=4, num_stages=4, bulk=False),
+    wide=(
+        Tile(64, 64, 128, num_warps=4, num_stages=4, microseconds=17),
+        Tile(64, 128, 64, num_warps=4, num_stages=5, microseconds=21),
+        Tile(128, 128, 64, num_warps=8, num_stages=5, microseconds=23),
+        Tile(128, 256, 64, num_warps=8, num_stages=3, microseconds=44),
+    ),
 )
+# Tiles that fit 99 KiB without bulk copies. No such GPU was measured: the times are those of LARGE.
+SMALL = Tiles(
+    narrow=Tile(64, 32, 256, num_warps=4, num_stages=3, bulk=False),
+    plain=Tile(64, 64, 128, num_warps=4, num_stages=3, bulk=False),
+    wide=(
+        Tile(64, 128, 64, num_warps=4, num_stages=3, microseconds=21, bulk=False),
+        Tile(128, 128, 64, num_warps=8, num_stages=3, microseconds=23, bulk=False),
+        Tile(128, 256, 64, num_warps=8, num_stages=2, microseconds=44, bulk=False),
+    ),
+)
+
+
+def tiles_of(device: torch.device) -> Tiles:
+    return LARGE if is_large(device) else SMALL
 
 
 def takes(rows: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -89,20 +117,23 @@ def product(
         raise ValueError(f"rows {list(rows.shape)} do not fit the weight {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)} does not fit the weight {list(weight.shape)}")
-    tile = choose_tile(len(rows), len(weight), num_multiprocessors(rows.device))
+    device = rows.device
+    sizes = (len(rows), len(weight), num_multiprocessors(device))
+    tile = choose_tile(tiles_of(device), *sizes)
     return multiply(rows, weight, bias, tile)
 
 
-def choose_tile(num_rows: int, num_columns: int, num_sms: int) -> Tile:
+def choose_tile(tiles: Tiles, num_rows: int, num_columns: int, num_sms: int) -> Tile:
     """Return the tile that is expected to be the fastest."""
     if num_rows <= FEW_ROWS:
-        return NARROW if triton.cdiv(num_columns, NARROW.columns) <= num_sms else PLAIN
+        fits = triton.cdiv(num_columns, tiles.narrow.columns) <= num_sms
+        return tiles.narrow if fits else tiles.plain
 
     def time_of(tile: Tile) -> float:
-        tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
-        return float(triton.cdiv(tiles, num_sms) * tile.microseconds)
+        count = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
+        return float(triton.cdiv(count, num_sms) * tile.microseconds)
 
-    return min(WIDE, key=time_of)
+    return min(tiles.wide, key=time_of)
 
 
 def equal_tiles(device: torch.device, dtype: torch.dtype) -> bool:
@@ -113,14 +144,14 @@ def equal_tiles(device: torch.device, dtype: torch.dtype) -> bool:
         torch.randn(count, DEPTH_OF_CHECK, generator=draw, device=device).to(dtype)
         for count in (300, 328)
     )
-    outs = [multiply(rows, weight, None, tile) for tile in (NARROW, PLAIN, *WIDE)]
+    outs = [multiply(rows, weight, None, tile) for tile in tiles_of(device).all]
     return all(torch.equal(out, outs[0]) for out in outs[1:])
 
 
 def multiply(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile
 ) -> torch.Tensor:
-    """As product(), with a given tile and without its checks."""
+    """Multiply as product() does, with a given tile and without its checks."""
     (num_rows, depth), num_columns = rows.shape, len(weight)
     out = rows.new_empty(num_rows, num_columns)
     if not out.numel():

@@ -14,12 +14,16 @@ from kvspec_kernels.jit.attention import attention_kernel, merge_kernel
 from kvspec_kernels.jit.chunks import chunk_blocks
 from kvspec_kernels.jit.functions import kernel_function
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
+from kvspec_kernels.ops.device import is_large
 from kvspec_kernels.reference.codec import kernel_reference_of
 
 # Programs per multiprocessor. More are faster for a source that needs fewer registers. An H200 with
 # one query token of 16 requests takes, with three and with two: exact, 1024 tokens: 30 us and
 # 35 us; anchor, 4096 tokens: 179 us and 147 us.
 PROGRAMS_PER_SM: dict[Source, int] = {"anchor": 2, "int8": 3, "exact": 3}
+# The same for GPUs of 99 KiB of shared memory a block, of which a multiprocessor has room for no
+# more. None was measured.
+SMALL_PROGRAMS_PER_SM = 2
 # Values of partial outputs that a program of the merge loads at a time.
 MERGE_TILE = 8192
 # More stages would pipeline loads through shared memory, of which smaller devices have 100 KB.
@@ -34,8 +38,8 @@ TRITON_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Sizes of a launch. They depend on the plan, never on lengths. item_units: as in
-    jit/work_items.py."""
+    """Sizes of a launch. They depend on the plan with its device, never on lengths. item_units: as
+    in jit/work_items.py."""
 
     block_m: int
     block_n: int
@@ -43,6 +47,7 @@ class Launch:
     num_blocks: int
     num_items: int
     item_units: int
+    num_warps: int
 
     @property
     def num_rows(self) -> int:
@@ -52,7 +57,7 @@ class Launch:
     @classmethod
     def of(cls, plan: AttentionPlan) -> Launch:
         block_d = max(16, triton.next_power_of_2(plan.head_dim))
-        wide = block_d > 128
+        wide, large = block_d > 128, is_large(plan.device)
         rows = plan.max_qo_len * plan.group
         # Accumulators take at most 64 registers a thread.
         most_rows = 32 if wide else 64
@@ -66,7 +71,8 @@ class Launch:
         else:
             block_m, item_units = min(max(16, triton.next_power_of_2(rows)), most_rows), 0
             num_blocks = -(-rows // block_m)
-            programs = PROGRAMS_PER_SM[plan.source] * plan.num_sms
+            of_sm = PROGRAMS_PER_SM[plan.source] if large else SMALL_PROGRAMS_PER_SM
+            programs = of_sm * plan.num_sms
             num_items = plan.batch_size + -(-programs // (plan.num_kv_heads * num_blocks))
         return cls(
             block_m=block_m,
@@ -75,6 +81,9 @@ class Launch:
             num_blocks=num_blocks,
             num_items=num_items,
             item_units=item_units,
+            # Without Hopper's instructions, rows of 128 values take more registers than 4 warps
+            # have.
+            num_warps=8 if wide or (block_d == 128 and not large) else 4,
         )
 
 
@@ -93,7 +102,7 @@ class TritonAttention:
         states = workspace[: self.workspace_nbytes(plan)].view(torch.float32)
         num_values = num_states * plan.head_dim
         self._attention_grid = (sizes.num_items, plan.num_kv_heads, sizes.num_blocks)
-        self._num_warps = 8 if sizes.block_d > 128 else 4
+        self._num_warps = sizes.num_warps
         # Arguments of both kernels.
         self._shared = {
             "partial_out_ptr": states[:num_values],

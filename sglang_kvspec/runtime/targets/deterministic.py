@@ -16,9 +16,11 @@ from kvspec_kernels.ops.deterministic_attention import (
     BLOCK_ROWS,
     Past,
     deterministic_attention,
+    launch_of,
     num_chunks,
 )
 from sglang_kvspec.core.config import Target
+from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.target_rows import TargetRows
 from sglang_kvspec.kv.transfers import fields_to_device
@@ -69,6 +71,13 @@ class DeterministicAttention:
     rows_of_a_pass: ClassVar[int | None] = BLOCK_ROWS
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
+        geometry = kv.geometry
+        try:
+            launch_of(geometry.page_size, geometry.head_dim, geometry.dtype, kv.device)
+        except ValueError as error:
+            raise UnsupportedError(
+                f"deterministic attention at --kvspec-target exact: {error}"
+            ) from error
         self._kv = kv
         self._scratch = Scratch(kv, num_qo_heads)
         self._max_qo_len = 1

@@ -276,7 +276,8 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65, 1000])
 def test_chosen_tiles_fit(num_rows):
-    assert choose_tile(num_rows).rows >= min(num_rows, MOST_ROWS)
+    for chosen in (int4_products.CHOSEN, int4_products.CHOSEN_SMALL):
+        assert choose_tile(chosen, num_rows).rows >= min(num_rows, MOST_ROWS)
 
 
 def test_a_weight_takes_as_many_bytes_as_before():

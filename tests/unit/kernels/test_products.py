@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from kvspec_kernels.ops import products
-from kvspec_kernels.ops.products import NARROW, PLAIN, WIDE, choose_tile, multiply, product, takes
+from kvspec_kernels.ops.products import LARGE, SMALL, Tile, choose_tile, multiply, product, takes
 
 BF16, FP16 = torch.bfloat16, torch.float16
-TILES = (NARROW, PLAIN, *WIDE)
+TILES = LARGE.all
 # Rows, columns and depth: less than a tile, borders of tiles, and a depth that ends inside a step.
 SHAPES = [(1, 40, 64), (64, 64, 256), (65, 72, 136), (130, 264, 512), (257, 8, 72)]
 # Half a unit in the last place.
 ROUNDING = {BF16: 2**-8, FP16: 2**-11}
+
+
+def name_of(tile: Tile) -> str:
+    return f"{tile.rows}x{tile.columns}{'' if tile.bulk else '-loads'}-{tile.num_stages}"
 
 
 def draw(shape, dtype, device):
@@ -36,7 +40,7 @@ def assert_within_rounding(out, rows, weight, bias=None):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+@pytest.mark.parametrize("tile", TILES, ids=name_of)
 def test_equals_the_reference(tile, shape, dtype, device):
     rows, weight, bias = draw(shape, dtype, device)
     for added in (None, bias):
@@ -44,6 +48,12 @@ def test_equals_the_reference(tile, shape, dtype, device):
         assert out.shape == shape[:2]
         assert out.dtype == dtype
         assert_within_rounding(out, rows, weight, added)
+
+
+@pytest.mark.parametrize("tile", SMALL.wide, ids=name_of)
+def test_tiles_of_smaller_gpus_equal_the_reference(tile, device):
+    rows, weight, bias = draw((130, 264, 136), BF16, device)
+    assert_within_rounding(multiply(rows, weight, bias, tile), rows, weight, bias)
 
 
 @pytest.mark.parametrize("num_rows", [1, 64, 65, 300])
@@ -98,18 +108,18 @@ def test_shapes_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "expected"),
     [
-        (1, 4096, NARROW),
-        (64, 4224, NARROW),
-        (64, 4256, PLAIN),
-        (65, 4096, WIDE[0]),
-        (104, 6144, WIDE[1]),
-        (208, 6144, WIDE[2]),
-        (8192, 4096, WIDE[3]),
+        (1, 4096, LARGE.narrow),
+        (64, 4224, LARGE.narrow),
+        (64, 4256, LARGE.plain),
+        (65, 4096, LARGE.wide[0]),
+        (104, 6144, LARGE.wide[1]),
+        (208, 6144, LARGE.wide[2]),
+        (8192, 4096, LARGE.wide[3]),
     ],
 )
 def test_tiles_fill_the_multiprocessors(num_rows, num_columns, expected):
     """An H100 has 132. The expected tiles were the fastest there, or within 4 %."""
-    assert choose_tile(num_rows, num_columns, 132) == expected
+    assert choose_tile(LARGE, num_rows, num_columns, 132) == expected
 
 
 def test_tiles_that_split_the_sum_are_found(monkeypatch, device):
@@ -117,7 +127,7 @@ def test_tiles_that_split_the_sum_are_found(monkeypatch, device):
     whole = products.multiply
 
     def by_tile(rows, weight, bias, tile):
-        if tile is not PLAIN:
+        if tile is not LARGE.plain:
             return whole(rows, weight, bias, tile)
         half = rows.shape[1] // 2
         first, second = (
