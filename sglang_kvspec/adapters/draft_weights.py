@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvspec_kernels.ops import int4_products
+from kvspec_kernels.ops.attention_plan import Backend
 from kvspec_kernels.reference import int4_weights
 from sglang_kvspec.adapters.calibration_texts import NUM_TEXTS, TEXT_LEN, write_texts
 from sglang_kvspec.adapters.compat.linear import (
@@ -76,7 +77,11 @@ class DraftWeights:
     """
 
     def __init__(
-        self, runner: Any, ranks: Ranks, checkpoint: WeightCheckpoint | None = None
+        self,
+        runner: Any,
+        ranks: Ranks,
+        checkpoint: WeightCheckpoint | None = None,
+        kernels: Backend = "auto",
     ) -> None:
         """Must come before the KV pool, which gets the memory that copies leave, and all memory
         that only their rounding needs. Raises UnsupportedError for a model that has no weights to
@@ -84,6 +89,7 @@ class DraftWeights:
         one of this model."""
         begin = time.perf_counter()
         self._layers = copied_layers(runner.model, is_checkpoint=checkpoint is not None)
+        self._arithmetic = arithmetic_of(self._layers[0].weight.device, kernels)
         self.num_made = 0
         self._is_stale = False
         self.checkpoint = None if checkpoint is None else str(checkpoint.folder)
@@ -173,7 +179,7 @@ class DraftWeights:
                     f"weight by {error:.2f} of its size (allowed: a checkpoint of the same model, "
                     f"{MOST_ERROR:g})"
                 )
-            self._copies.append(WeightCopy(weight, arithmetic_of(weight.device)))
+            self._copies.append(WeightCopy(weight, self._arithmetic))
             self._copies[-1].replace(read)
         self.num_made += 1
 
@@ -183,7 +189,7 @@ class DraftWeights:
         seconds of each stage, for which it waits for the device."""
         device = self._layers[0].weight.device
         budget_bytes = _moment_budget(self._layers, device)
-        self._copies = [WeightCopy(layer.weight, arithmetic_of(device)) for layer in self._layers]
+        self._copies = [WeightCopy(layer.weight, self._arithmetic) for layer in self._layers]
         linear = [layer for layer in self._layers if not _is_projection(layer)]
         timer = PhaseTimer(device)
         timer.start()
@@ -276,7 +282,8 @@ def make_draft_weights(
     if not has_copies(config, server_args):
         return None
     folder = config.weight_checkpoint
-    return DraftWeights(runner, ranks, None if folder is None else WeightCheckpoint(folder))
+    checkpoint = None if folder is None else WeightCheckpoint(folder)
+    return DraftWeights(runner, ranks, checkpoint, config.kernels)
 
 
 def has_copies(config: KVSpecConfig, server_args: Any) -> bool:

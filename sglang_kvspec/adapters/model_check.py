@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sglang_kvspec.adapters.kernel_choice import check_kernels
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
 from sglang_kvspec.codecs.registry import find_codec, make_codec
 from sglang_kvspec.core.codec_names import codec_names
@@ -73,6 +74,8 @@ def check_model(
             f"--kvspec-codec {config.codec} has no GPU kernels and serves on a CPU only "
             f"(allowed on a GPU: {allowed})"
         )
+    if on_gpu:
+        check_kernels(config, model, codec, page_size, num_ranks)
 
 
 def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:

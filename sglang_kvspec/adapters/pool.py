@@ -142,7 +142,8 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
         if debug_mode() and plan.host_pages:
             kv.residuals.keep_checksums()
     else:
-        kv = GpuKVCache(geometry, codec, plan, torch.device(kvc.device, kvc.gpu_id))
+        device = torch.device(kvc.device, kvc.gpu_id)
+        kv = GpuKVCache(geometry, codec, plan, device, kernels=config.kernels)
     parallel = get_parallel()
     if parallel.tp_rank == 0:
         copies = draft_copy_bytes(kvc, config)

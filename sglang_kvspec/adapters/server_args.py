@@ -200,6 +200,11 @@ def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             f"--kvspec-target-attention {config.target_attention} needs a GPU (on a CPU leave it "
             "unset): on a CPU, attention runs in plain torch"
         )
+    if config.kernels != "auto":
+        raise UnsupportedError(
+            f"--kvspec-kernels {config.kernels} needs a GPU (on a CPU leave it unset): on a CPU, "
+            "everything runs in plain torch"
+        )
     if kwargs.get("enable_deterministic_inference"):
         asked = _asked_for_determinism(config)
         raise UnsupportedError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from kvspec_kernels.ops import int4_products, int4_rounding
+from kvspec_kernels.ops.attention_plan import Backend
 from kvspec_kernels.reference import int4_weights
 from kvspec_kernels.reference.int4_weights import Int4Weight, RoundGroup
 from sglang_kvspec.adapters.compat.linear import UnquantizedEmbeddingMethod
@@ -50,8 +52,14 @@ KERNELS = Arithmetic(
 )
 
 
-def arithmetic_of(device: torch.device) -> Arithmetic:
-    return KERNELS if device.type == "cuda" else REFERENCE
+def arithmetic_of(device: torch.device, kernels: Backend = "auto") -> Arithmetic:
+    """Return the functions over the copies of a device. kernels: of products. "cuda" is "auto":
+    many rows have no CUDA kernel."""
+    if device.type != "cuda":
+        return REFERENCE
+    if kernels == "triton":
+        return KERNELS._replace(product=partial(int4_products.product, backend=kernels))
+    return KERNELS
 
 
 class WeightCopy:

@@ -20,6 +20,7 @@ from sglang_kvspec.core.flags import (
     MAX_HOST_GB,
     MOST_RECENT_PAGES,
     Arithmetic,
+    Kernels,
     Stream,
     Target,
     Weights,
@@ -49,6 +50,7 @@ __all__ = [
     "MOST_AUTO_DRAFTS_OFFLOADED",
     "MOST_RECENT_PAGES",
     "KVSpecConfig",
+    "Kernels",
     "Stream",
     "Target",
     "Transfer",
@@ -74,6 +76,7 @@ class KVSpecConfig:
     target: Target = DEFAULTS["target"]
     target_attention: str | None = DEFAULTS["target_attention"]
     arithmetic: Arithmetic | None = DEFAULTS["arithmetic"]
+    kernels: Kernels = DEFAULTS["kernels"]
     codec: str = DEFAULTS["codec"]
     anchor_bits: int | None = DEFAULTS["anchor_bits"]
     draft_len: int | Literal["auto"] = DEFAULTS["draft_len"]

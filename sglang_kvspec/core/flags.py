@@ -51,6 +51,7 @@ from sglang_kvspec.core.seams import (
 
 Target = Literal["exact", "int8"]
 Arithmetic = Literal["fast", "deterministic"]
+Kernels = Literal["auto", "cuda", "triton"]
 Stream = Literal["paced", "burst"]
 Weights = Literal["auto", "target", "int4"]
 
@@ -122,6 +123,16 @@ FLAGS: tuple[Flag, ...] = (
                 "deterministic)",
             ),
         ),
+    ),
+    Flag(
+        "kernels",
+        choice_of(Kernels),
+        default="auto",
+        help="KVSpec's own kernels on a GPU: CUDA (`cuda`), with a refusal where they do not cover "
+        "the GPU or the model; Triton (`triton`); or CUDA where they do, and Triton elsewhere "
+        "(`auto`)",
+        note="CUDA kernels are for Hopper only; operations without one run in Triton with `cuda`, "
+        "too; `exact` verifies with FlashInfer in any case; a CPU allows `auto` only",
     ),
     Flag(
         "codec",

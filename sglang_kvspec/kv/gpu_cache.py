@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kvspec_kernels.ops.attention_plan import Backend
 from kvspec_kernels.ops.encode import encode_pages
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.core.errors import UnsupportedError
@@ -29,6 +30,8 @@ class GpuKVCache(PagedKVCache):
     """KV cache on a GPU. A full page is encoded as soon as all its tokens are committed, so that
     verifications read only records. While the page is among a request's newest, it stays in the
     window as well, where drafts read it in full precision.
+
+    kernels: back end of everything that reads or writes its records.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class GpuKVCache(PagedKVCache):
         plan: CapacityPlan,
         device: torch.device,
         copy_streams: CopyStreams | None = None,
+        kernels: Backend = "auto",
     ) -> None:
         """copy_streams: for copies to and from a host store; None: new ones for the device.
 
@@ -49,6 +53,7 @@ class GpuKVCache(PagedKVCache):
                 "--kvspec on a GPU needs KV in bf16 or fp16, got "
                 f"{geometry.dtype}: set --dtype bfloat16 or float16"
             )
+        self.kernels = kernels
         copy_streams = self._copy_streams = copy_streams or make_copy_streams(device)
         copies = StagedRecords(device, copy_streams.main)
         parts = (geometry, plan, codec.residual_bytes, device)
@@ -157,6 +162,7 @@ class GpuKVCache(PagedKVCache):
             residual_slots,
             self.codec.settings,
             self.codec.target,  # type: ignore[arg-type]
+            self.kernels,
         )
 
     def residual_slots_of(self, pages: torch.Tensor) -> torch.Tensor:

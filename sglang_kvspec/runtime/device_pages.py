@@ -71,6 +71,7 @@ class DevicePages:
             settings=kv.codec.settings,
             q_dtype=geometry.dtype,
             device=device,
+            backend=kv.kernels,
         )
 
         def ints(count: int) -> torch.Tensor:

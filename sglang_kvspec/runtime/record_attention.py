@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from kvspec_kernels.ops.attention import VerifyAttention, workspace_nbytes
+from kvspec_kernels.ops.attention_plan import Backend
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 
 # Most requests, or parts of requests, in one call of the kernel.
@@ -16,6 +17,11 @@ def heads_of(kv: GpuKVCache, num_qo_heads: int) -> tuple[int, int, int, int]:
     """Return query heads, KV heads, head size and page size, as plans take them."""
     geometry = kv.geometry
     return num_qo_heads, geometry.num_kv_heads, geometry.head_dim, geometry.page_size
+
+
+def _backend_of(kv: GpuKVCache) -> Backend:
+    """Return the back end of attention at the target precision. Only Triton reads exact records."""
+    return kv.kernels if kv.codec.target == "int8" else "triton"
 
 
 def target_workspace_nbytes(
@@ -39,6 +45,7 @@ def target_workspace_nbytes(
         q_dtype=kv.geometry.dtype,
         source=kv.codec.target,  # type: ignore[arg-type]
         max_qo_len=max_qo_len,
+        backend=_backend_of(kv),
         deterministic_pages=deterministic_pages,
     )
 
@@ -63,7 +70,7 @@ def planned_target(
     is_captured: the plan is for a graph, so its kernels are compiled before anything is served.
     num_likely: parts that a run is likely to have; None for all that there is room for.
     """
-    attention = VerifyAttention(workspace)
+    attention = VerifyAttention(workspace, _backend_of(kv))
     attention.plan(
         qo_indptr,
         past_indptr,

@@ -7,11 +7,12 @@ Nothing else that a step attends to changes within a round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kvspec_kernels.ops.attention import DraftAttention, Tail, workspace_nbytes
+from kvspec_kernels.ops.attention_plan import Backend
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
 from sglang_kvspec.runtime.record_attention import heads_of
@@ -55,7 +56,7 @@ class AnchorStep:
             "q_dtype": kv.geometry.dtype,
         }
         head_pages = rows.head_pages if past else None
-        backend: Literal["auto", "triton"] = "auto" if past else "triton"
+        backend: Backend = kv.kernels if past else "triton"
         nbytes = workspace_nbytes(
             batch_size=batch,
             num_qo_heads=heads[0],

@@ -16,10 +16,11 @@ from sglang_kvspec.adapters.model_check import check_model, model_config_of
 from sglang_kvspec.adapters.server_args import (
     _implied,
     build_server_args,
+    check_cpu_flags,
     check_flags,
     check_gpu_flags,
 )
-from sglang_kvspec.core.config import KVSpecConfig, Target, Transfer
+from sglang_kvspec.core.config import Kernels, KVSpecConfig, Target, Transfer
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 
 DETERMINISTIC = {"enable_deterministic_inference": True}
@@ -71,6 +72,23 @@ def test_packed_residuals_need_a_cpu_and_values_of_two_bytes() -> None:
         check_model(config, half, 64, on_gpu=True)
     with pytest.raises(ConfigError, match=r"exact-residual packed: .*bf16 or fp16, got .*float32"):
         check_model(config, single, 64)
+
+
+def test_cuda_kernels_are_asked_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *device: (9, 0))
+    demo = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
+    config = KVSpecConfig(kernels="cuda")
+    check_model(config, demo, 64, on_gpu=True)
+    sparse = KVSpecConfig(kernels="cuda", anchor_bits=2)
+    with pytest.raises(UnsupportedError, match=r"cuda .*covers its encoding \(allowed: auto, tri"):
+        check_model(sparse, demo, 64, on_gpu=True)
+    check_model(KVSpecConfig(kernels="triton", anchor_bits=2), demo, 64, on_gpu=True)
+
+
+@pytest.mark.parametrize("kernels", ["cuda", "triton"])
+def test_a_cpu_has_no_kernels_to_choose(kernels: Kernels) -> None:
+    with pytest.raises(UnsupportedError, match=f"--kvspec-kernels {kernels} needs a GPU .*unset"):
+        check_cpu_flags(KVSpecConfig(kernels=kernels), {})
 
 
 def test_weights_of_four_bits_need_bf16_on_a_gpu() -> None:

@@ -57,12 +57,16 @@ class BackendAttention(Protocol):
 
 
 def _backend_class(backend: Backend, plan: AttentionPlan) -> type[BackendAttention]:
-    """Return the back end for a plan. No other function chooses one."""
+    """Return the back end for a plan. No other function chooses one. Raises ValueError if the back
+    end does not cover the plan."""
     if backend == "auto":
         backend = "cuda" if CudaAttention.covers(plan) else "triton"
     if backend == "triton" and plan.arithmetic == "int8":
         raise ValueError("arithmetic 'int8' needs back end 'cuda' and a plan that 'cuda' covers")
-    return CudaAttention if backend == "cuda" else TritonAttention
+    if backend == "triton":
+        return TritonAttention
+    CudaAttention.check(plan)
+    return CudaAttention
 
 
 def workspace_nbytes(

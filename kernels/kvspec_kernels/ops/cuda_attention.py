@@ -27,18 +27,10 @@ ALIGNMENT = 256
 
 
 class CudaAttention:
-    """Back end that runs one plan. `workspace` holds counters and partial states of the CUDA kernel
-    and, for drafts, the states of past and tail before they are joined."""
+    """Back end of one plan, which it covers. `workspace` holds counters and partial states of the
+    CUDA kernel and, for drafts, the states of past and tail before they are joined."""
 
     def __init__(self, plan: AttentionPlan, workspace: torch.Tensor) -> None:
-        if not self.covers(plan):
-            raise ValueError(
-                "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head "
-                "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels. Drafts also "
-                "need arithmetic int8 for 2-bit anchors, and fp16 for 4-bit anchors of log4. "
-                "Verifications also need target int8, page and head sizes in multiples of 64, and "
-                "alpha 0 for log4"
-            )
         self._plan = plan
         self._kernel = _kernel(plan)
         sizes = self._sizes(plan)
@@ -61,6 +53,18 @@ class CudaAttention:
         return plan.source == "int8" and verify_supported(
             _shape(plan), plan.device, plan.batch_size
         )
+
+    @classmethod
+    def check(cls, plan: AttentionPlan) -> None:
+        """Raise ValueError unless the CUDA kernels can run this plan."""
+        if not cls.covers(plan):
+            raise ValueError(
+                "backend 'cuda' needs a device of compute capability 9.0, bf16 or fp16, a head "
+                "size of 64, 96, 128 or 256, and uniform4 or log4 with linear levels. Drafts also "
+                "need arithmetic int8 for 2-bit anchors, and fp16 for 4-bit anchors of log4. "
+                "Verifications also need target int8, page and head sizes in multiples of 64, and "
+                "alpha 0 for log4"
+            )
 
     @classmethod
     def workspace_nbytes(cls, plan: AttentionPlan) -> int:

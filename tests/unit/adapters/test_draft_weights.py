@@ -15,6 +15,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models import utils
 
+from kvspec_kernels.ops.attention_plan import Backend
 from kvspec_kernels.reference import int4_weights
 from sglang_kvspec.adapters import calibration_texts, draft_weights, weight_copies
 from sglang_kvspec.adapters.calibration_texts import GrowingTexts
@@ -26,7 +27,7 @@ from sglang_kvspec.adapters.self_calibration import (
     products_of,
     tf32_products,
 )
-from sglang_kvspec.adapters.weight_copies import KERNELS, REFERENCE
+from sglang_kvspec.adapters.weight_copies import KERNELS, REFERENCE, arithmetic_of
 from sglang_kvspec.adapters.worker import KVSpecWorker
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
@@ -95,7 +96,7 @@ def copies_of(
 
     monkeypatch.setattr(draft_weights, "write_texts", lambda *_: torch.zeros(1, 1))
     monkeypatch.setattr(draft_weights, "input_moments", moments)
-    monkeypatch.setattr(draft_weights, "arithmetic_of", lambda device: request.param)
+    monkeypatch.setattr(draft_weights, "arithmetic_of", lambda device, kernels: request.param)
 
     def copies(model: torch.nn.Module) -> DraftWeights:
         if request.param is KERNELS:
@@ -475,3 +476,11 @@ def test_texts_begin_with_the_models_first_token(
         assert bool((texts[:, 0] == first).all())
     assert bool(((texts[:, 1:-1] + 1) % 10 == texts[:, 2:]).all())
     assert torch.equal(texts, calibration_texts.write_texts(runner, Ranks(), 4, 6))
+
+
+@pytest.mark.parametrize(("kernels", "backend"), [("triton", "triton"), ("cuda", None)])
+def test_copies_take_triton_where_it_is_asked_for(kernels: Backend, backend: str | None) -> None:
+    """Many rows have no CUDA kernel, so `cuda` does not rule Triton out."""
+    product = arithmetic_of(torch.device("cuda"), kernels).product
+    assert getattr(product, "keywords", {}).get("backend") == backend
+    assert backend or product is KERNELS.product

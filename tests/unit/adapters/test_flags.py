@@ -18,6 +18,7 @@ EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "target": ("int8", "int8", ""),
     "target_attention": ("exact", "exact", ""),
     "arithmetic": ("fast", "fast", ""),
+    "kernels": ("triton", "triton", ""),
     "codec": ("log4", "log4", ""),
     "anchor_bits": ("2", 2, ""),
     "draft_len": ("7", 7, ""),

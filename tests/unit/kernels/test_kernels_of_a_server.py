@@ -1,0 +1,96 @@
+"""Everything that reads or writes the records of a KV cache takes the kernels of the cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.jit import cuda_encode
+from kvspec_kernels.ops.cuda_coverage import uncovered
+from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
+from sglang_kvspec.runtime.device_pages import DevicePages
+from sglang_kvspec.runtime.draft_rows import DraftRows
+from sglang_kvspec.runtime.step_attention import AnchorStep
+from sglang_kvspec.runtime.targets.record_step import RecordStep
+
+SIZE, HEADS, HEAD_DIM = 64, 1, 64
+CPU = torch.device("cpu")
+
+
+def make_kv(kernels, target="int8"):
+    settings = {"page_size": SIZE, "head_dim": HEAD_DIM, "dtype": torch.bfloat16}
+    geometry = KVGeometry(1, HEADS, HEAD_DIM, SIZE, torch.bfloat16)
+    plan = CapacityPlan(8, 4, 8, 0, PageBytes(1, 1, 1), "test")
+    codec = make_codec("uniform4", target=target, **settings)
+    return GpuKVCache(geometry, codec, plan, CPU, kernels=kernels)
+
+
+def encode_a_page(kv):
+    index = torch.zeros(1, dtype=torch.int32)
+    kv.encode_from(0, *kv.window.layer(0), index, index + 1, index)
+
+
+def score_pages(kv):
+    queries = SimpleNamespace(by_layer=torch.zeros((1, 2, 4, HEAD_DIM)), most=4)
+    DevicePages(kv, queries, None, 2, 2, 4)
+
+
+OPERATIONS = {
+    "encode": encode_a_page,
+    "scores": score_pages,
+    "draft": lambda kv: AnchorStep(kv, 4, DraftRows(2, 4, 8, SIZE, CPU), 2),
+    "step": lambda kv: RecordStep(kv, 4, DraftRows(2, 4, 8, SIZE, CPU), 2),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_cuda_is_asked_for(name):
+    """No CUDA kernel covers a CPU."""
+    with pytest.raises(ValueError, match="backend 'cuda' needs"):
+        OPERATIONS[name](make_kv("cuda"))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+@pytest.mark.parametrize("name", ["draft", "step"])
+def test_triton_runs_here(name, kernels, device):
+    if device.type == "cpu":
+        OPERATIONS[name](make_kv(kernels))
+
+
+def test_exact_records_and_tails_have_a_triton_kernel_only():
+    rows = DraftRows(2, 4, 8, SIZE, CPU)
+    RecordStep(make_kv("cuda", "exact"), 4, rows, 2)
+    AnchorStep(make_kv("cuda", "exact"), 4, rows, 2, past=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "target", "head_dim", "capability", "expected"),
+    [
+        (Uniform4Settings.for_page(64), "int8", 128, (9, 0), ()),
+        (Log4Settings.for_page(64), "exact", 64, (9, 0), ()),
+        (Uniform4Settings.for_page(64, 2), "exact", 128, (9, 0), ("encoding",)),
+        (Uniform4Settings.for_page(64), "int8", 96, (9, 0), ("verifications",)),
+        (Uniform4Settings.for_page(64), "exact", 80, (9, 0), ("drafts", "encoding")),
+        (
+            Uniform4Settings.for_page(64),
+            "int8",
+            128,
+            (12, 0),
+            ("drafts", "verifications", "encoding"),
+        ),
+    ],
+)
+def test_operations_without_a_cuda_kernel_are_named(
+    monkeypatch, settings, target, head_dim, capability, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    # The cache would keep the answer of another device.
+    monkeypatch.setattr(cuda_encode, "supported", cuda_encode.supported.__wrapped__)
+    shape = (64, head_dim, 32, 8, torch.bfloat16, torch.device("cuda"))
+    assert uncovered(settings, target, *shape) == expected
