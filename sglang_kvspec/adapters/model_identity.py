@@ -81,6 +81,9 @@ def arithmetic_of(server_args: Any) -> str:
         config = config_of(server_args)
         assert config is not None, "a plain server shares no KV"
         order = target_attention_name(config, deterministic=True)
+        # Sums of the two back ends differ. The exact target has Triton's alone.
+        if config.target == "int8" and config.kernels == "triton":
+            order += " in Triton"
     return f"{torch.cuda.get_device_name()}, {kernels}, {order}"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from kvspec_kernels.jit.cuda_attention import AttentionShape
+from kvspec_kernels.jit.cuda_verify import verify_supported
 from kvspec_kernels.ops.attention import VerifyAttention, workspace_nbytes
 from kvspec_kernels.ops.attention_plan import Backend
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
@@ -22,6 +24,13 @@ def heads_of(kv: GpuKVCache, num_qo_heads: int) -> tuple[int, int, int, int]:
 def _backend_of(kv: GpuKVCache) -> Backend:
     """Return the back end of attention at the target precision. Only Triton reads exact records."""
     return kv.kernels if kv.codec.target == "int8" else "triton"
+
+
+def verifies_in_cuda(kv: GpuKVCache, num_qo_heads: int) -> bool:
+    """Return True if the CUDA kernel reads the records of an `int8` target."""
+    heads, geometry = heads_of(kv, num_qo_heads), kv.geometry
+    shape = AttentionShape(kv.codec.settings, heads[3], heads[2], *heads[:2], geometry.dtype)
+    return kv.kernels != "triton" and verify_supported(shape, kv.device, PARTS_OF_A_CALL)
 
 
 def target_workspace_nbytes(

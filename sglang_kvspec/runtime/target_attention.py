@@ -73,8 +73,12 @@ class TargetAttention(Protocol):
     is_deterministic: ClassVar[bool]
     splits_by_page: ClassVar[bool]
     short_steps_differ: ClassVar[bool]
-    query_tiles: ClassVar[tuple[int, ...]]
-    rows_of_a_pass: ClassVar[int | None]
+
+    @property
+    def query_tiles(self) -> tuple[int, ...]: ...
+
+    @property
+    def rows_of_a_pass(self) -> int | None: ...
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None: ...
 

@@ -36,6 +36,13 @@ TRITON_DTYPES = {
 }
 
 
+def most_rows(head_dim: int) -> int:
+    """Return the most query rows of a program. More rows take more programs, each of which reads
+    the request's pages."""
+    # Accumulators take at most 64 registers a thread.
+    return 32 if head_dim > 128 else 64
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Sizes of a launch. They depend on the plan with its device, never on lengths. item_units: as
@@ -59,17 +66,16 @@ class Launch:
         block_d = max(16, triton.next_power_of_2(plan.head_dim))
         wide, large = block_d > 128, is_large(plan.device)
         rows = plan.max_qo_len * plan.group
-        # Accumulators take at most 64 registers a thread.
-        most_rows = 32 if wide else 64
         block_n = 64 if plan.page_size % 64 == 0 and not wide else 32
         if plan.deterministic_pages is not None:
             # Another tile could compile to instructions that add in another order.
-            block_m, item_units = most_rows, chunk_blocks(block_n)
+            block_m, item_units = most_rows(plan.head_dim), chunk_blocks(block_n)
             units = plan.deterministic_pages * -(-plan.page_size // block_n)
             num_blocks = -(-rows // block_m)
             num_items = units // item_units + plan.batch_size
         else:
-            block_m, item_units = min(max(16, triton.next_power_of_2(rows)), most_rows), 0
+            block_m = min(max(16, triton.next_power_of_2(rows)), most_rows(plan.head_dim))
+            item_units = 0
             num_blocks = -(-rows // block_m)
             of_sm = PROGRAMS_PER_SM[plan.source] if large else SMALL_PROGRAMS_PER_SM
             programs = of_sm * plan.num_sms

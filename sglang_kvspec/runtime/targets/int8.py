@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvspec_kernels.ops.attention import Tail, VerifyAttention
+from kvspec_kernels.ops.triton_attention import most_rows
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, Target
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
@@ -18,12 +19,15 @@ from sglang_kvspec.runtime.record_attention import (
     PARTS_OF_A_CALL,
     planned_target,
     target_workspace_nbytes,
+    verifies_in_cuda,
 )
 from sglang_kvspec.runtime.target_attention import KV
 from sglang_kvspec.runtime.targets.record_step import RecordStep
 from sglang_kvspec.runtime.verify_rows import VerifyRows
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 
+# Query rows of a block of the CUDA kernel. More passes cost it little, unless sums have one order.
+CUDA_TILES = (16, 32, 64, 128)
 # Most memory of partial results of deterministic attention: of an eager call, and of the captured
 # verifications of one max_qo_len. A larger forward is made in several calls, without a graph.
 MOST_BYTES_OF_A_CALL, MOST_BYTES_CAPTURED = 2**28, 2**30
@@ -37,9 +41,6 @@ class Int8TargetAttention:
     is_deterministic: ClassVar[bool] = False
     splits_by_page: ClassVar[bool] = True
     short_steps_differ: ClassVar[bool] = False
-    # Query rows that a block of the kernel handles at once, in columns of 8.
-    query_tiles: ClassVar[tuple[int, ...]] = (16, 32, 64, 128)
-    rows_of_a_pass: ClassVar[int | None] = None
 
     def __init__(self, kv: GpuKVCache, num_qo_heads: int) -> None:
         geometry = kv.geometry
@@ -49,11 +50,23 @@ class Int8TargetAttention:
                 f"{geometry.page_size}"
             )
         self._kv, self._num_qo_heads = kv, num_qo_heads
+        in_cuda = verifies_in_cuda(kv, num_qo_heads)
+        self._most_rows = None if in_cuda else most_rows(geometry.head_dim)
         # One workspace for full batches and one for the rest. The kernel relies on its counters
         # being as it left them, but the scratch of another size begins where the counters of this
         # one end.
         self._workspaces = [torch.zeros(0, dtype=torch.uint8, device=kv.device) for _ in range(2)]
         self._batches: list[tuple[slice, VerifyAttention, tuple[torch.Tensor, ...]]] = []
+
+    @property
+    def query_tiles(self) -> tuple[int, ...]:
+        """Query rows that a block of the kernel handles at once. CUDA: columns of 8."""
+        most = self._most_rows or CUDA_TILES[-1]
+        return tuple(tile for tile in CUDA_TILES if tile <= most)
+
+    @property
+    def rows_of_a_pass(self) -> int | None:
+        return self._most_rows
 
     def plan(self, rows: TargetRows) -> None:
         self._batches = []
@@ -148,9 +161,15 @@ class DeterministicInt8Attention(Int8TargetAttention):
     bits, however many are computed together, so its bits depend on its position alone."""
 
     is_deterministic: ClassVar[bool] = True
-    query_tiles: ClassVar[tuple[int, ...]] = (64, 128)
-    # A block restores each page once for so many query rows.
-    rows_of_a_pass: ClassVar[int | None] = 128
+
+    @property
+    def query_tiles(self) -> tuple[int, ...]:
+        return CUDA_TILES[-2:] if self._most_rows is None else (self._most_rows,)
+
+    @property
+    def rows_of_a_pass(self) -> int | None:
+        """Query rows for which a block restores each page once."""
+        return self._most_rows or CUDA_TILES[-1]
 
 
 class Int8Verification:

@@ -76,14 +76,21 @@ def test_arithmetic_differs(make_model):
 
 
 def test_the_arithmetic_names_all_that_changes_rounding(monkeypatch):
-    def said(device="cuda", deterministic=False):
+    def said(device="cuda", deterministic=False, **options):
         args = {"device": device, "enable_deterministic_inference": deterministic}
-        return arithmetic_of(SimpleNamespace(**args, _kvspec=KVSpecConfig()))
+        return arithmetic_of(SimpleNamespace(**args, _kvspec=KVSpecConfig(**options)))
 
     assert said(device="cpu") == "cpu"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU 1")
     monkeypatch.setattr(model_identity.metadata, "version", lambda name: "1.0")
     found = {said(), said(deterministic=True), said(device="cpu")}
+    # Kernels count where bits do, and where there are two of them.
+    assert said(kernels="triton") == said()
+    assert said(deterministic=True, kernels="triton") == said(deterministic=True)
+    of_int8 = {said(deterministic=True, target="int8", kernels=each) for each in ("cuda", "auto")}
+    in_triton = said(deterministic=True, target="int8", kernels="triton")
+    assert len(of_int8) == 1
+    assert in_triton not in of_int8
     monkeypatch.setattr(model_identity.metadata, "version", lambda name: "1.1")
     found.add(said())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU 2")

@@ -14,9 +14,11 @@ from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
+from sglang_kvspec.runtime import record_attention
 from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.step_attention import AnchorStep
+from sglang_kvspec.runtime.targets.int8 import DeterministicInt8Attention, Int8TargetAttention
 from sglang_kvspec.runtime.targets.record_step import RecordStep
 
 SIZE, HEADS, HEAD_DIM = 64, 1, 64
@@ -67,6 +69,25 @@ def test_exact_records_and_tails_have_a_triton_kernel_only():
     rows = DraftRows(2, 4, 8, SIZE, CPU)
     RecordStep(make_kv("cuda", "exact"), 4, rows, 2)
     AnchorStep(make_kv("cuda", "exact"), 4, rows, 2, past=False)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "is_covered", "attention", "tiles", "rows_of_a_pass"),
+    [
+        ("auto", True, Int8TargetAttention, (16, 32, 64, 128), None),
+        ("auto", False, Int8TargetAttention, (16, 32, 64), 64),
+        ("triton", True, Int8TargetAttention, (16, 32, 64), 64),
+        ("auto", True, DeterministicInt8Attention, (64, 128), 128),
+        ("triton", True, DeterministicInt8Attention, (64,), 64),
+    ],
+)
+def test_sizes_of_verifications_follow_from_their_kernels(
+    monkeypatch, kernels, is_covered, attention, tiles, rows_of_a_pass
+):
+    monkeypatch.setattr(record_attention, "verify_supported", lambda *sizes: is_covered)
+    made = attention(make_kv(kernels), 4)
+    assert made.query_tiles == tiles
+    assert made.rows_of_a_pass == rows_of_a_pass
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,12 @@ def test_declarations(make_pair, implementation):
     assert implementation.target in get_args(Target)
     for name in ("is_deterministic", "splits_by_page", "short_steps_differ"):
         assert isinstance(getattr(implementation, name), bool)
-    tiles = implementation.query_tiles
+    attention = make_pair(implementation).attention
+    tiles = attention._target.query_tiles
     assert all(type(tile) is int and tile > 0 for tile in tiles)
     assert list(tiles) == sorted(set(tiles))
-    attention = make_pair(implementation).attention
     assert attention.query_counts == [tile // 2 for tile in tiles]
-    rows = implementation.rows_of_a_pass
+    rows = attention._target.rows_of_a_pass
     assert attention.tokens_of_a_pass == (None if rows is None else rows // 2)
 
 
