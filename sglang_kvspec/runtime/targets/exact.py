@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvspec_kernels.jit.nvrtc import is_hopper
 from kvspec_kernels.ops.attention import DraftAttention, Tail
 from sglang_kvspec.core.config import Target
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
@@ -20,8 +21,8 @@ from sglang_kvspec.runtime.targets.record_step import RecordStep
 from sglang_kvspec.runtime.verify_rows import VerifyRows, filled
 from sglang_kvspec.runtime.verify_sizes import VerifySize
 
-# Query tokens of a request from which on FA3 is faster. FA3 multiplies faster, but does not split
-# contexts over multiprocessors, which few tokens need.
+# Query tokens of a request from which on FA3 is faster, on Hopper. FA3 multiplies faster, but does
+# not split contexts over multiprocessors, which few tokens need.
 MANY_QUERIES = 128
 
 # Bytes of FlashInfer's plan for a graph: some thousand numbers. One plan is in use at a time.
@@ -46,7 +47,9 @@ class ExactTargetAttention:
         # Stream for the tail of a step.
         self._side = SideStream(kv.device)
         self._few = (pages.make_wrapper("HND"), pages.make_wrapper("NHD"))
-        self._many = (pages.make_wrapper("HND", backend="fa3"), pages.make_ragged_wrapper())
+        # FlashInfer has FA3 for Hopper only.
+        backend = "fa3" if is_hopper(kv.device) else "fa2"
+        self._many = (pages.make_wrapper("HND", backend), pages.make_ragged_wrapper(backend))
         self._past, self._tail = self._few
         self._has_past = self._many_queries = False
 

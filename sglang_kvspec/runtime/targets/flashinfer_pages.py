@@ -46,10 +46,10 @@ class FlashInferPages:
             self.workspace, layout, backend=backend, **options
         )
 
-    def make_ragged_wrapper(self) -> Any:
+    def make_ragged_wrapper(self, backend: str) -> Any:
         """Make a wrapper of requests whose K and V are concatenated, NHD."""
         return self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-            self.workspace, "NHD", backend="fa3"
+            self.workspace, "NHD", backend=backend
         )
 
     def plan_ragged(self, wrapper: Any, qo_indptr: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from sglang_kvspec.runtime import record_attention
 from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.step_attention import AnchorStep
+from sglang_kvspec.runtime.targets import exact
 from sglang_kvspec.runtime.targets.int8 import DeterministicInt8Attention, Int8TargetAttention
 from sglang_kvspec.runtime.targets.record_step import RecordStep
 
@@ -115,3 +116,23 @@ def test_operations_without_a_cuda_kernel_are_named(
     monkeypatch.setattr(cuda_encode, "supported", cuda_encode.supported.__wrapped__)
     shape = (64, head_dim, 32, 8, torch.bfloat16, torch.device("cuda"))
     assert uncovered(settings, target, *shape) == expected
+
+
+@pytest.mark.parametrize(("hopper", "many"), [(True, "fa3"), (False, "fa2")])
+def test_exact_prefills_take_fa3_on_hopper_only(monkeypatch, hopper, many):
+    made = []
+
+    class Pages:
+        def __init__(self, kv, num_qo_heads):
+            pass
+
+        def make_wrapper(self, layout, backend="fa2"):
+            made.append((layout, backend))
+
+        def make_ragged_wrapper(self, backend):
+            made.append(("ragged", backend))
+
+    monkeypatch.setattr(exact, "FlashInferPages", Pages)
+    monkeypatch.setattr(exact, "is_hopper", lambda device: hopper)
+    exact.ExactTargetAttention(make_kv("auto", "exact"), 4)
+    assert made == [("HND", "fa2"), ("NHD", "fa2"), ("HND", many), ("ragged", many)]
