@@ -125,16 +125,15 @@ def check_plugin(*, on_gpu: bool) -> Check:
 
 
 def check_device() -> Check:
-    import torch
+    from sglang_kvspec.adapters.gpus import check_gpus, describe_gpus
 
-    from sglang_kvspec.adapters.server_args import check_gpu
-
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        count = torch.cuda.device_count()
-        found = f"{count} x {properties.name}, {properties.total_memory / GIB:.0f} GiB each"
+    if has_gpu():
         try:
-            check_gpu()
+            found = describe_gpus()
+        except KVSpecError as error:
+            return Check("device", "a GPU of another vendor", str(error))
+        try:
+            check_gpus()
         except KVSpecError as error:
             return Check("device", found, str(error))
         return Check("device", found)

@@ -39,3 +39,21 @@ def check_kernels(
             f"--kvspec-kernels cuda cannot serve {model.model_path}: no CUDA kernel covers its "
             f"{' and '.join(missing)} (allowed: auto, triton)"
         )
+
+
+def check_deterministic_sizes(model: Any, page_size: int) -> None:
+    """Raise UnsupportedError if deterministic attention at the `exact` target does not fit the
+    shared memory of a visible GPU.
+
+    model: SGLang's ModelConfig.
+    """
+    from kvspec_kernels.ops.deterministic_attention import launch_of
+
+    for index in range(torch.cuda.device_count()):
+        try:
+            launch_of(page_size, model.head_dim, model.dtype, torch.device("cuda", index))
+        except ValueError as error:
+            raise UnsupportedError(
+                f"--page-size {page_size} cannot serve {model.model_path} with deterministic "
+                f"attention: {error}"
+            ) from error

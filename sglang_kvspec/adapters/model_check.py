@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from sglang_kvspec.adapters.kernel_choice import check_kernels
+from sglang_kvspec.adapters.kernel_choice import check_deterministic_sizes, check_kernels
+from sglang_kvspec.adapters.target_choice import DETERMINISTIC, target_attention_name
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
 from sglang_kvspec.codecs.registry import find_codec, make_codec
 from sglang_kvspec.core.codec_names import codec_names
@@ -19,11 +20,18 @@ GPU_MAX_GROUP = 16
 
 
 def check_model(
-    config: KVSpecConfig, model: Any, page_size: int, *, on_gpu: bool = False, num_ranks: int = 1
+    config: KVSpecConfig,
+    model: Any,
+    page_size: int,
+    *,
+    on_gpu: bool = False,
+    num_ranks: int = 1,
+    deterministic: bool = False,
 ) -> None:
     """Raise UnsupportedError (model kind) or ConfigError (head size, ranks) naming what is allowed.
 
     model: SGLang's ModelConfig; no weights are read. num_ranks: ranks that share the heads.
+    deterministic: --enable-deterministic-inference is on.
     """
     from sglang_kvspec.adapters.compat.model_config import AttentionArch
 
@@ -76,6 +84,9 @@ def check_model(
         )
     if on_gpu:
         check_kernels(config, model, codec, page_size, num_ranks)
+        name = target_attention_name(config, deterministic=deterministic)
+        if name == DETERMINISTIC["exact"]:
+            check_deterministic_sizes(model, page_size)
 
 
 def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:

@@ -12,6 +12,7 @@ from sglang_kvspec.adapters.activation import debug_mode
 from sglang_kvspec.adapters.compat.memory_pool import KVCache
 from sglang_kvspec.adapters.compat.request_kv import kv_of
 from sglang_kvspec.adapters.compat.runtime_context import get_parallel
+from sglang_kvspec.adapters.gpus import kernels_on, visible_gpus
 from sglang_kvspec.adapters.pool_sizing import (
     codec_of,
     describe,
@@ -147,6 +148,9 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
     parallel = get_parallel()
     if parallel.tp_rank == 0:
         copies = draft_copy_bytes(kvc, config)
+        if kvc.device != "cpu":
+            gpu = visible_gpus()[kvc.gpu_id]
+            logger.info("KVSpec: %s, %s", gpu.name, kernels_on(gpu, config.kernels))
         logger.info(describe(plan, config, codec, geometry.page_size, parallel.tp_size, copies))
         if kvc.device != "cpu" and config.host_gb and not plan.host_pages:
             logger.warning(

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.flags import flag_values, is_ours, parse_config
+from sglang_kvspec.adapters.gpus import check_gpus
 from sglang_kvspec.adapters.prefix_flags import (
     PREFIX_CACHE,
     check_plain_prefix_cache,
@@ -29,8 +30,6 @@ ATTENTION_BACKEND = "kvspec"
 
 # SGLang's own default for speculative decoding. The size of the recent window depends on it.
 DEFAULT_MAX_RUNNING_REQUESTS = 48
-
-KERNEL_CAPABILITY = (9, 0)
 
 # field: (value that is fine, why any other is refused)
 _REFUSED: dict[str, tuple[Any, str]] = {
@@ -122,6 +121,7 @@ def build_server_args(make: Callable[..., Any], arguments: Mapping[str, Any]) ->
         fields["page_size"],
         on_gpu=on_gpu,
         num_ranks=fields.get("tp_size") or 1,
+        deterministic=bool(fields.get("enable_deterministic_inference")),
     )
     config = with_weights(config, fields, model, on_gpu=on_gpu)
     activation.switch_on(config)
@@ -218,24 +218,10 @@ def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_gpu() -> None:
-    """Raise UnsupportedError for a GPU that the kernels are not made for."""
-    import torch
-
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise UnsupportedError("--kvspec runs on NVIDIA GPUs and on CPUs only")
-    capability = torch.cuda.get_device_capability()
-    if capability != KERNEL_CAPABILITY:
-        raise UnsupportedError(
-            "--kvspec runs on GPUs of compute capability 9.0 (Hopper) in this version, but this "
-            f"GPU has {capability[0]}.{capability[1]}"
-        )
-
-
 def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     """Raise UnsupportedError for a GPU on which KVSpec does not run, and for flags that KVSpec does
     not support on a GPU. Raises ConfigError as load_target_attention()."""
-    check_gpu()
+    check_gpus(config.kernels)
     _check_needs(config, kwargs, on_gpu=True)
     deterministic = bool(kwargs.get("enable_deterministic_inference"))
     if config.target_attention is not None:

@@ -30,6 +30,8 @@ def with_weights(
         chosen = WeightsChoice("target", "on a CPU copies make drafts slower")
     elif model.dtype != torch.bfloat16:
         chosen = WeightsChoice("target", "the model is not in bf16")
+    elif config.kernels == "triton":
+        chosen = WeightsChoice("target", "there are no figures for Triton kernels")
     elif (product := torch.cuda.get_device_name()) not in PRODUCTS:
         chosen = WeightsChoice("target", f"there are no figures for {product}")
     else:

@@ -40,8 +40,9 @@ MEMORY_SHARE = 0.88
 class Device:
     """Published figures of one GPU: HBM bytes and bytes/s, link bytes/s one way, BF16 FLOP/s.
 
-    link_share: share of the link's bandwidth that copies of whole pages reach. is_served: KVSpec
-    runs on this GPU; for any other, a plan is an estimate only.
+    link_share: share of the link's bandwidth that copies of whole pages reach. has_figures: the
+    shares of this module apply, which are those of CUDA kernels. Any other GPU takes Triton
+    kernels, which were not measured there: a plan is an estimate only.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Device:
     link_bytes_per_s: float
     flops: float
     link_share: float = LINK_SHARE
-    is_served: bool = False
+    has_figures: bool = False
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -103,10 +104,10 @@ DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
         Device("A100-80GB", 80 * GB, 2.039e12, 32e9, 312e12),
-        Device("H100", 80 * GB, 3.35e12, 64e9, 989e12, is_served=True),
-        Device("H100-NVL", 94 * GB, 3.9e12, 64e9, 835e12, is_served=True),
-        Device("H200", 141 * GB, 4.8e12, 64e9, 989e12, is_served=True),
-        Device("GH200", 96 * GB, 4.0e12, 450e9, 989e12, is_served=True),
+        Device("H100", 80 * GB, 3.35e12, 64e9, 989e12, has_figures=True),
+        Device("H100-NVL", 94 * GB, 3.9e12, 64e9, 835e12, has_figures=True),
+        Device("H200", 141 * GB, 4.8e12, 64e9, 989e12, has_figures=True),
+        Device("GH200", 96 * GB, 4.0e12, 450e9, 989e12, has_figures=True),
         Device("B200", 180 * GB, 8.0e12, 64e9, 2250e12),
         Device("L40S", 48 * GB, 0.864e12, 32e9, 362e12),
         Device("RTX-PRO-6000", 96 * GB, 1.792e12, 64e9, 504e12),
@@ -120,6 +121,24 @@ PRODUCTS: Mapping[str, str] = {
     "NVIDIA H200": "H200",
     "NVIDIA GH200 480GB": "GH200",
 }
+
+# What ran on GPUs of these names, by back end of the kernels.
+KERNELS_ALONE = "these kernels were tested on this GPU, servers with them were not"
+MEASURED: Mapping[tuple[str, str], str] = {
+    (name, kernels): said
+    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+    for kernels, said in (
+        ("cuda", "kernels and servers were measured on this GPU"),
+        ("triton", KERNELS_ALONE),
+    )
+}
+NOT_MEASURED = "nothing was measured on this GPU"
+
+
+def measured_on(name: str, kernels: str) -> str:
+    """Return what was measured of a back end, "cuda" or "triton", on the GPU that the driver calls
+    so."""
+    return MEASURED.get((name, kernels), NOT_MEASURED)
 
 
 def find_device(name: str) -> Device:

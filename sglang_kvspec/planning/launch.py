@@ -36,7 +36,7 @@ class Launch:
 
 def recommend(deployment: Deployment, chosen: Forecast, model: Path) -> Launch | None:
     """Return the command for the plan with the most tokens a second, None where nothing fits. On a
-    GPU that KVSpec does not run on, it starts plain SGLang.
+    GPU whose kernels were not measured, it starts plain SGLang.
 
     model: the path of the plan's `--model`.
     """
@@ -49,10 +49,10 @@ def recommend(deployment: Deployment, chosen: Forecast, model: Path) -> Launch |
     if deployment.tp > 1:
         arguments += ["--tp", str(deployment.tp)]
     arguments += ["--mem-fraction-static", f"{deployment.memory_share:g}"]
-    if not deployment.device.is_served:
+    if not deployment.device.has_figures:
         reason = (
-            f"KVSpec does not run on {deployment.device.name}, so the figures are an estimate and "
-            "the command starts plain SGLang."
+            f"KVSpec's Triton kernels were never measured on {deployment.device.name}, so the "
+            "figures are an estimate and the command starts plain SGLang."
         )
         return Launch(tuple(arguments), reason)
     if best.cycle is None:

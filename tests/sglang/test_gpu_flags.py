@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+import torch
 from harness.models import DEMO_MODEL
 
+from kvspec_kernels.ops import device
 from kvspec_testkit.models.gptq_copy import write_gptq
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.model_check import check_model, model_config_of
@@ -28,6 +30,20 @@ PREFILL = {
     "disaggregation_mode": "prefill",
     "disaggregation_transfer_backend": "kvspec",
 }
+
+
+def show_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    """Make GPUs of these compute capabilities visible."""
+
+    def properties(index: int) -> SimpleNamespace:
+        major, minor = capabilities[index]
+        return SimpleNamespace(name="GPU X", major=major, minor=minor, total_memory=80 << 30)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    by_device = {torch.device("cuda", i): found for i, found in enumerate(capabilities)}
+    monkeypatch.setattr(device, "capability", by_device.__getitem__)
 
 
 def test_prefix_cache_of_a_gpu_without_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +99,30 @@ def test_cuda_kernels_are_asked_for_where_there_are_none(monkeypatch: pytest.Mon
     with pytest.raises(UnsupportedError, match=r"cuda .*covers its encoding \(allowed: auto, tri"):
         check_model(sparse, demo, 64, on_gpu=True)
     check_model(KVSpecConfig(kernels="triton", anchor_bits=2), demo, 64, on_gpu=True)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
+def test_gpus_other_than_hopper_are_served_in_triton(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    show_gpus(monkeypatch, capability, (9, 0))
+    for kernels in ("auto", "triton"):
+        for flags in ({}, DETERMINISTIC):
+            check_gpu_flags(KVSpecConfig(kernels=kernels), flags)
+
+
+@pytest.mark.parametrize("capabilities", [((9, 0), (8, 6)), ((9, 0),)])
+def test_deterministic_sizes_fit_every_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capabilities: tuple[tuple[int, int], ...]
+) -> None:
+    show_gpus(monkeypatch, *capabilities)
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 256}))
+    wide = model_config_of({"model_path": str(tmp_path), "dtype": "bfloat16"})
+    check_model(KVSpecConfig(), wide, 64, on_gpu=True, deterministic=True)
+    check_model(KVSpecConfig(), wide, 128, on_gpu=True)
+    with pytest.raises(UnsupportedError, match=r"--page-size 128 .*heads of 256 .*shared memory"):
+        check_model(KVSpecConfig(), wide, 128, on_gpu=True, deterministic=True)
 
 
 @pytest.mark.parametrize("kernels", ["cuda", "triton"])
@@ -166,7 +206,9 @@ def test_heads_are_split_evenly(tmp_path: Path) -> None:
             (9, 0),
             r"--kvspec-target-attention int8 .*--kvspec-target exact \(allowed: int8\)",
         ),
-        ({}, {}, (8, 0), "this GPU has 8.0"),
+        ({}, {}, (7, 5), r"capability 8\.0 and later .*GPU 1, GPU X, has 7\.5: hide it"),
+        ({"kernels": "cuda"}, {}, (8, 6), r"cuda .*GPU 1, GPU X, has 8\.6 \(allowed: auto, triton"),
+        ({"kernels": "cuda"}, {}, (12, 0), r"cuda .*GPU 1, GPU X, has 12\.0 \(allowed: auto"),
     ],
 )
 def test_what_a_gpu_cannot_serve_yet(
@@ -176,11 +218,11 @@ def test_what_a_gpu_cannot_serve_yet(
     capability: tuple[int, int],
     expected: str,
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    show_gpus(monkeypatch, (9, 0), capability)
     with pytest.raises(UnsupportedError, match=expected):
         check_gpu_flags(KVSpecConfig(**config), flags)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    show_gpus(monkeypatch, (9, 0), (9, 0))
+    check_gpu_flags(KVSpecConfig(kernels="cuda"), {})
     check_gpu_flags(KVSpecConfig(), {"page_size": 64, "prefill_max_requests": 2})
     check_gpu_flags(KVSpecConfig(host_gb=4), {"prefill_max_requests": 1})
     for target in get_args(Target):
@@ -198,8 +240,7 @@ def test_arithmetic_of_a_gpu_server(
     monkeypatch: pytest.MonkeyPatch, arithmetic: str | None
 ) -> None:
     monkeypatch.setattr(activation, "cpu_platform_is_active", lambda: False)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    show_gpus(monkeypatch, (9, 0))
     monkeypatch.setattr(activation, "switch_on", lambda config: None)
     arguments = {"model_path": str(DEMO_MODEL), "dtype": "bfloat16", "kvspec": True}
     if arithmetic is not None:

@@ -77,17 +77,55 @@ def test_an_error_of_sglang_is_a_problem(monkeypatch, name):
     assert "RuntimeError: two platforms are active" in problems
 
 
-@pytest.mark.parametrize(("capability", "is_served"), [((9, 0), True), ((8, 0), False)])
-def test_a_gpu_is_judged_by_its_generation(monkeypatch, capability, is_served):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    properties = SimpleNamespace(name="GPU X", total_memory=80 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+@pytest.fixture
+def gpus(monkeypatch):
+    """Return a function that makes GPUs visible, by name and compute capability."""
+
+    def show(*found):
+        def properties(index):
+            name, (major, minor) = found[index]
+            return SimpleNamespace(name=name, major=major, minor=minor, total_memory=80 << 30)
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "expected"),
+    [
+        (
+            "NVIDIA H200",
+            (9, 0),
+            "9.0, CUDA kernels (kernels and servers were measured on this GPU)",
+        ),
+        ("NVIDIA GH200 480GB", (9, 0), "9.0, CUDA kernels (nothing was measured on this GPU)"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "8.0, Triton kernels (nothing was measured on this GPU)"),
+        ("NVIDIA A10", (8, 6), "8.6, Triton kernels (nothing was measured on this GPU)"),
+        ("NVIDIA B200", (10, 0), "10.0, Triton kernels (nothing was measured on this GPU)"),
+        ("RTX 5090", (12, 0), "12.0, Triton kernels (nothing was measured on this GPU)"),
+    ],
+)
+def test_a_gpu_is_described_with_its_kernels(gpus, name, capability, expected):
+    gpus((name, capability), (name, capability))
     check = doctor.check_device()
-    assert check.found == "2 x GPU X, 80 GiB each"
-    assert (not check.problem) == is_served
-    assert is_served or "compute capability 9.0 (Hopper)" in check.problem
+    assert check.found == f"2 x {name}, 80 GiB each, compute capability {expected}"
+    assert not check.problem
+
+
+def test_every_gpu_is_judged_by_its_generation(gpus):
+    gpus(("NVIDIA H200", (9, 0)), ("Tesla T4", (7, 5)))
+    check = doctor.check_device()
+    assert check.found.endswith("; 1 x Tesla T4, 80 GiB each, compute capability 7.5")
+    assert "8.0 and later (Ampere), but GPU 1, Tesla T4, has 7.5" in check.problem
+
+
+def test_gpus_of_other_vendors_are_refused(gpus, monkeypatch):
+    gpus(("AMD Instinct MI300X", (9, 4)))
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert "NVIDIA GPUs and on CPUs only" in doctor.check_device().problem
 
 
 def test_a_model_is_not_judged_on_a_device_that_cannot_serve(monkeypatch):

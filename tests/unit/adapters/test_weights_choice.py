@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,13 @@ def test_a_model_without_a_forecast_uses_its_own_weights(chosen, changes, reason
     weights, log = chosen(model_of(**changes))
     assert weights == "target"
     assert reason in log
+
+
+def test_triton_kernels_have_no_figures(caplog):
+    with caplog.at_level(logging.INFO):
+        config = with_weights(replace(AUTO, kernels="triton"), FIELDS, model_of(), on_gpu=True)
+    assert config.draft_weights == "target"
+    assert "there are no figures for Triton kernels" in caplog.text
 
 
 def test_an_unknown_gpu_and_a_cpu_use_the_models_own_weights(monkeypatch, chosen):

@@ -85,4 +85,4 @@ def test_models_and_gpus_without_copies():
 
 
 def test_every_product_is_a_known_gpu_on_which_kvspec_runs():
-    assert all(DEVICES[name].is_served for name in PRODUCTS.values())
+    assert all(DEVICES[name].has_figures for name in PRODUCTS.values())
