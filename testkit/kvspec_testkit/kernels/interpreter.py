@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from triton.runtime import interpreter
 
@@ -21,6 +23,35 @@ def patch_interpreter() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_fma = _create_fma
     builder.create_inline_asm = _create_inline_asm
+
+
+def hasten_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip what costs most in kernels of thousands of operations.
+
+    That is overflow checks of integers, which see tensors of one element only, and the replacement
+    of triton.language in every call of a function, which the kernel's launch has already done.
+    """
+    builder, function = interpreter.interpreter_builder, interpreter.InterpretedFunction
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(builder, "options", options)
+    replace_language = interpreter._patch_lang
+    replaced: set[int] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = {id(value) for value in self.fn.__globals__.values()}
+        needed = seen & {id(interpreter.tl), id(interpreter.tl.core)}
+        if not needed <= replaced:
+            replace_language(self.fn)
+            replaced.update(needed)
+        return self.rewrite()(*args, **kwargs)
+
+    def replace_again(fn: Any) -> Any:
+        # A launch ended by restoring the language.
+        replaced.clear()
+        return replace_language(fn)
+
+    monkeypatch.setattr(function, "__call__", call)
+    monkeypatch.setattr(interpreter, "_patch_lang", replace_again)
 
 
 def exact_fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
