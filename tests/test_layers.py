@@ -86,7 +86,10 @@ LAYERS: Mapping[str, Layer] = {
         ("kvspec_kernels.formats", "kvspec_kernels.packed_format", SPECS), ("torch",)
     ),
     # torch for CUDA brings cuda-bindings along.
-    "kvspec_kernels.jit": Layer(("kvspec_kernels.formats", SPECS), ("torch", "triton", "cuda")),
+    "kvspec_kernels.jit": Layer(
+        ("kvspec_kernels.formats", "kvspec_kernels.packed_format", SPECS),
+        ("torch", "triton", "cuda"),
+    ),
     "kvspec_kernels.ops": Layer((KERNELS,), ("torch", "triton")),
     "kvspec_kernels": Layer((KERNELS,), ("torch", "triton")),
     # The test kit is outside the wheel. No layer above names it, so no product module may import

@@ -33,6 +33,7 @@ KERNELS = (
     "kvspec_kernels.ops.int4_products",
     "kvspec_kernels.ops.int4_rounding",
     "kvspec_kernels.ops.copy_rows",
+    "kvspec_kernels.ops.packed_exact",
     "kvspec_kernels.ops.steps",
     "kvspec_kernels.jit.log4",
     "kvspec_kernels.jit.records",

@@ -1,0 +1,253 @@
+"""Triton kernel that unpacks packed residual records of the target exact (`packed_format.py`).
+
+A lane reads the codes of four values at a time from three words of the body. Values then go through
+shared memory into the order of a page, so that stores fill whole sectors.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvspec_kernels import packed_format
+from kvspec_kernels.jit import packed_rules
+
+HEADER_WORDS = tl.constexpr(packed_format.HEADER_BYTES // 4)
+RAW_WORDS = tl.constexpr(packed_format.RAW_OFFSET // 4)
+
+
+@triton.jit
+def _rules(
+    anchor_ptr,
+    segment,
+    run,
+    PART: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILES: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Return the widths of a run's values, what `bits_of` takes of them, and the sum of widths."""
+    widths, bases = (), ()
+    size = tl.zeros_like(run)
+    lane = run // (TILES // 2)
+    words_ptr = anchor_ptr + (FIELDS[0] + segment * (32 * TILES) + run * 2)
+    for i in tl.static_range(2):
+        row, column = packed_rules.locate_tile(segment, run, i, PART, PAGE_SIZE, HEAD_DIM, TILES)
+        word = tl.load(words_ptr + i)
+        prepared = packed_rules.prepare_tile(
+            anchor_ptr, row, column, lane, PART, FIELDS, PAGE_SIZE, HEAD_DIM, K_GROUP, DTYPE
+        )
+        for c in tl.static_range(8):
+            p = prepared[c // 4 * 2 + c % 2]
+            width, near, order = packed_rules.value_rule(
+                word, c // 2 * 4 + c % 2 * 16, p, DTYPE, MANTISSA_BITS, INTERPRET
+            )
+            widths += (width,)
+            bases += (tl.where(near, p[3], order - ((1 << width - 1) - 1)),)
+            size += width
+    return widths, bases, size
+
+
+@triton.jit
+def _load_codes(
+    body_ptr,
+    widths,
+    bases,
+    begin,
+    MANTISSA_BITS: tl.constexpr,
+    BODY_WORDS: tl.constexpr,
+):
+    """Return the values of a run whose codes begin at bit `begin` of the body, flags of those that
+    escaped, whose values mean nothing, and their number. body_ptr: uint32."""
+    values = ()
+    escapes, count = tl.zeros_like(begin), tl.zeros_like(begin)
+    at = begin
+    for j in tl.static_range(0, 16, 4):
+        # Four codes have up to 56 bits. Starts of a damaged record may point anywhere.
+        word, shift = at >> 5, (at & 31).to(tl.int64)
+        low = tl.load(body_ptr + word, mask=word < BODY_WORDS, other=0).to(tl.int64)
+        middle = tl.load(body_ptr + (word + 1), mask=word < BODY_WORDS - 1, other=0).to(tl.int64)
+        high = tl.load(body_ptr + (word + 2), mask=word < BODY_WORDS - 2, other=0).to(tl.int64)
+        first = ((low | middle << 32) >> shift).to(tl.uint32)
+        second = ((middle | high << 32) >> shift).to(tl.uint32)
+        both = first.to(tl.int64) | second.to(tl.int64) << 32
+        third = (both >> (widths[j] + widths[j + 1]).to(tl.int64)).to(tl.uint32)
+        for i in tl.static_range(4):
+            width = widths[j + i]
+            window = first if i < 2 else third
+            if i % 2 == 1:
+                window = window >> widths[j + i - 1].to(tl.uint32)
+            all_ones = (1 << width) - 1
+            code = window.to(tl.int32, bitcast=True) & all_ones
+            escaped = (code == all_ones).to(tl.int32)
+            escapes |= escaped << j + i
+            count += escaped
+            values += (packed_rules.bits_of(code, width, bases[j + i], MANTISSA_BITS),)
+            at += width
+    return values, escapes, count
+
+
+@triton.jit
+def _load_escapes(body_ptr, values, escapes, place, BODY_WORDS: tl.constexpr):
+    """Return values with those that escaped, whose bits begin at the 16-bit number `place`."""
+    halves_ptr = body_ptr.to(tl.pointer_type(tl.int16))
+    results = ()
+    for j in tl.static_range(16):
+        escaped = escapes >> j & 1
+        mask = (escaped != 0) & (place < 2 * BODY_WORDS)
+        bits = tl.load(halves_ptr + place, mask=mask, other=0).to(tl.int32)
+        results += (tl.where(escaped != 0, bits, values[j]),)
+        place += escaped
+    return results
+
+
+@triton.jit
+def _in_rows(values, PART: tl.constexpr, TILES: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Return values as rows of tiles, [segments * TILES * 16, ...]: of K, tokens of 8 pairs of
+    channels, int32; of V, tokens of 16 channels, int16."""
+    words = ()
+    for i in tl.static_range(2):
+        x = values[8 * i : 8 * i + 8]
+        if PART == 0:
+            p0, p1 = x[0] & 0xFFFF | x[1] << 16, x[2] & 0xFFFF | x[3] << 16
+            p2, p3 = x[4] & 0xFFFF | x[5] << 16, x[6] & 0xFFFF | x[7] << 16
+            words += (tl.join(tl.join(p0, p2), tl.join(p1, p3)),)
+        else:
+            even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
+            odd = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
+            words += (tl.join(even, odd).to(tl.int16),)
+    both = tl.join(words[0], words[1])
+    if PART == 0:
+        # [segment, g, t, pair of tiles, d, r, tile]
+        split = both.reshape(SEGMENTS, 8, 4, TILES // 2, 2, 2, 2)
+        return split.permute(0, 3, 6, 5, 1, 4, 2).reshape(SEGMENTS * TILES * 16, 8)
+    else:
+        # [segment, g, t, pair of tiles, d, r, e, tile]
+        split = both.reshape(SEGMENTS, 8, 4, TILES // 2, 2, 2, 2, 2)
+        return split.permute(0, 3, 7, 4, 2, 6, 5, 1).reshape(SEGMENTS * TILES * 16, 16)
+
+
+@triton.jit
+def _store_rows(
+    tiles,
+    records_ptr,
+    raw_v_ptr,
+    ranks_ptr,
+    raw_ptr,
+    num_rows,
+    num_raw_v,
+    stride_record,
+    stride_raw_v,
+    stride_raw,
+    PART: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILES: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """Store rows of `_in_rows` into raw records. Where a record does not fit, store its raw bits
+    instead."""
+    index = tl.arange(0, SEGMENTS * TILES * 16)[:, None]
+    row = tl.program_id(0) * SEGMENTS + index // (TILES * 16)
+    mask = row < num_rows
+    record, segment = (row // NUM_SEGMENTS).to(tl.int64), row % NUM_SEGMENTS
+    # Row and column, in tiles, of the stored operand.
+    COLUMNS: tl.constexpr = (HEAD_DIM if PART == 0 else PAGE_SIZE) // 16
+    tile = segment * TILES + index // 16 % TILES
+    if PART == 0:
+        token = tile // COLUMNS * 16 + index % 16
+        # In pairs of channels.
+        offs = token * (HEAD_DIM // 2) + tile % COLUMNS * 8 + tl.arange(0, 8)[None, :]
+    else:
+        token = tile % COLUMNS * 16 + index % 16
+        offs = token * HEAD_DIM + tile // COLUMNS * 16 + tl.arange(0, 16)[None, :]
+    item: tl.constexpr = tl.int32 if PART == 0 else tl.int16
+    PART_WORDS: tl.constexpr = PAGE_SIZE * HEAD_DIM // 2
+    target_ptr = raw_ptr + (record * stride_raw + PART * PART_WORDS)
+    target_ptr = target_ptr.to(tl.pointer_type(item)) + offs
+    record_ptr = records_ptr + record * stride_record
+    fits = tl.load(record_ptr, mask=mask, other=1) & 0xFFFF == 1
+    tl.store(target_ptr, tiles, mask=mask & fits)
+    mask_raw = mask & (fits == 0)
+    # Few records do not fit, and most programs skip this.
+    if tl.max(mask_raw.to(tl.int32)) > 0:
+        if PART == 0:
+            source_ptr = record_ptr + RAW_WORDS
+            mask_load = mask_raw
+        else:
+            # Ranks count from 1.
+            rank = tl.load(ranks_ptr + record, mask=mask_raw, other=1) - 1
+            source_ptr = raw_v_ptr + rank * stride_raw_v
+            mask_load = mask_raw & (rank < num_raw_v)
+        source_ptr = source_ptr.to(tl.pointer_type(item)) + offs
+        bits = tl.load(source_ptr, mask=mask_load, other=0)
+        tl.store(target_ptr, bits, mask=mask_raw)
+
+
+@triton.jit
+def unpack_kernel(
+    anchors_ptr,
+    records_ptr,
+    raw_v_ptr,
+    ranks_ptr,
+    raw_ptr,
+    num_rows,
+    num_raw_v,
+    stride_anchor,
+    stride_record,
+    stride_raw_v,
+    stride_raw,
+    PART: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILES: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    BODY_WORDS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Unpack K (PART 0) or V (PART 1) of SEGMENTS segments of any records a program: grid
+    (num_rows / SEGMENTS,). num_rows: segments of a part in all records.
+
+    All pointers are int32, with strides in words, but ranks_ptr: int64, the number of records
+    that do not fit up to and with each record. num_raw_v: rows of raw V. Other arguments are those
+    of `pack_kernel`.
+    """
+    RUNS: tl.constexpr = 16 * TILES
+    thread = tl.arange(0, SEGMENTS * RUNS)
+    # Without masks on loads, there are fewer instructions: what is past the end reads again.
+    row = tl.minimum(tl.program_id(0) * SEGMENTS + thread // RUNS, num_rows - 1)
+    run = thread % RUNS
+    record, segment = (row // NUM_SEGMENTS).to(tl.int64), row % NUM_SEGMENTS
+    widths, bases, size = _rules(
+        anchors_ptr + record * stride_anchor, segment, run, PART, FIELDS, PAGE_SIZE, HEAD_DIM,
+        TILES, K_GROUP, DTYPE, MANTISSA_BITS, INTERPRET,
+    )  # fmt: skip
+    record_ptr = records_ptr + record * stride_record
+    starts_ptr = (record_ptr + HEADER_WORDS).to(tl.pointer_type(tl.uint16)) + PART * NUM_SEGMENTS
+    start = tl.load(starts_ptr + segment).to(tl.int32)
+    body_ptr = (record_ptr + (HEADER_WORDS + NUM_SEGMENTS)).to(tl.pointer_type(tl.uint32))
+    by_run = size.reshape(SEGMENTS, RUNS)
+    before = tl.cumsum(by_run, axis=1).reshape(SEGMENTS * RUNS) - size
+    values, escapes, count = _load_codes(
+        body_ptr, widths, bases, start * 32 + before, MANTISSA_BITS, BODY_WORDS
+    )
+    sizes = packed_rules.for_each(tl.sum(by_run, axis=1), RUNS)
+    place = start * 2 + (sizes + 15 >> 4) - count
+    place += tl.cumsum(count.reshape(SEGMENTS, RUNS), axis=1).reshape(SEGMENTS * RUNS)
+    values = _load_escapes(body_ptr, values, escapes, place, BODY_WORDS)
+    _store_rows(
+        _in_rows(values, PART, TILES, SEGMENTS), records_ptr, raw_v_ptr, ranks_ptr, raw_ptr,
+        num_rows, num_raw_v, stride_record, stride_raw_v, stride_raw, PART, PAGE_SIZE, HEAD_DIM,
+        TILES, NUM_SEGMENTS, SEGMENTS,
+    )  # fmt: skip
