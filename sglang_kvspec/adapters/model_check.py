@@ -119,8 +119,8 @@ def _check_for_kernels(config: KVSpecConfig, model: Any, num_ranks: int) -> None
             )
     if config.packs_residuals:
         raise UnsupportedError(
-            "--kvspec-exact-residual packed has no GPU kernels and serves on a CPU only (allowed "
-            "on a GPU: raw)"
+            "--kvspec-exact-residual packed was not tested on a GPU and serves on a CPU only "
+            "(allowed on a GPU: raw)"
         )
     if config.draft_weights not in ("auto", "target") and model.dtype != torch.bfloat16:
         raise UnsupportedError(

@@ -72,6 +72,8 @@ class PackedResidual:
     def pack(self, anchor: torch.Tensor, residual: torch.Tensor) -> PackedRecords:
         """Pack raw residuals [N, num_kv_heads, residual_bytes] of pages whose anchors are `anchor`
         [N, num_kv_heads, anchor_bytes], on their device."""
+        if residual.is_cuda:
+            return self._pack_by_kernel(anchor, residual)
         parts = []
         for some in self._at_once(residual):
             k, v = exact.decode(residual[some], self.raw_layout)
@@ -90,6 +92,8 @@ class PackedResidual:
     ) -> torch.Tensor:
         """Return the raw residuals that pack() was given, on their device. Records that no pack()
         made give garbage, and raise nothing."""
+        if records.is_cuda:
+            return self._unpack_by_kernel(anchor, records, raw_v)
         num_pages, heads = records.shape[:2]
         residual = self.raw_layout.empty_records((num_pages, heads), records.device)
         first = 0
@@ -100,6 +104,24 @@ class PackedResidual:
             residual[some] = exact.encode(*pages, self.raw_layout)
             first += count
         return residual
+
+    def _pack_by_kernel(self, anchor: torch.Tensor, residual: torch.Tensor) -> PackedRecords:
+        # Late import: servers on a CPU have no Triton.
+        from kvspec_kernels.ops.packed_exact import pack
+
+        raw, shape = residual.flatten(0, 1), residual.shape[:2]
+        records, fits = pack(anchor.flatten(0, 1), raw, self.anchor_layout, self.layout)
+        raw_v = raw[~fits][:, self.raw_v_bytes :]
+        return PackedRecords(torch.unflatten(records, 0, shape), fits.view(shape), raw_v)
+
+    def _unpack_by_kernel(
+        self, anchor: torch.Tensor, records: torch.Tensor, raw_v: torch.Tensor
+    ) -> torch.Tensor:
+        from kvspec_kernels.ops.packed_exact import unpack
+
+        layouts = (self.anchor_layout, self.layout)
+        raw = unpack(anchor.flatten(0, 1), records.flatten(0, 1), raw_v, *layouts)
+        return torch.unflatten(raw, 0, records.shape[:2])
 
     def _at_once(self, records: torch.Tensor) -> Iterator[slice]:
         """Yield slices of pages whose values are few enough."""

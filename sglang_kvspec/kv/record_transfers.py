@@ -71,6 +71,12 @@ class RecordTransfers:
             self._copies.write(pool, [0], self._copies.read(pool, [0]))
         if kv.plan.kept_anchor_pages:
             self._copies.copy(kv.anchors, [0], kv.kept_anchors, [0])
+        if kv.codec.packed is not None:
+            shape = kv.residuals.cache.page_shape
+            raw = torch.zeros(shape, dtype=torch.uint8, device=kv.device)
+            anchors = self._anchors_on_device([0])
+            done = kv.codec.packed.pack(anchors, raw)
+            kv.codec.packed.unpack(anchors, done.records, done.raw_v)
 
     # Records
 

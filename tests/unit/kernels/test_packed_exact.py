@@ -22,6 +22,7 @@ from kvspec_kernels.packed_format import PackedLayout
 from kvspec_kernels.reference import exact, packed_exact, uniform4
 from kvspec_testkit.kernels.encoding import make_pages
 from kvspec_testkit.kernels.interpreter import hasten_interpreter
+from sglang_kvspec.codecs import make_codec
 
 HEADS = 2
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -224,6 +225,22 @@ def test_records_of_several_programs_and_rounds(device, monkeypatch):
     for name in ("anchors", "raw", "records", "fits"):
         setattr(packed, name, getattr(packed, name)[two])
     packed.assert_both_ways()
+
+
+def test_a_codec_packs_alike_by_kernel_and_in_plain_torch(device):
+    """Plain torch packs a few pages at a time."""
+    sizes = {"page_size": 32, "head_dim": 16, "dtype": BF16}
+    packed = make_codec("uniform4", target="exact", packs=True, **sizes)
+    generator = torch.Generator().manual_seed(9)
+    k, v = torch.randn(2, 3, 32, 2, 16, generator=generator).to(BF16)
+    v[1, :, 0] = (2.0 ** (30 * torch.rand(32, 16, generator=generator) - 16)).to(BF16)
+    anchor, residual = packed.encode(k, v)
+    wanted = packed.packed.pack(anchor, residual)
+    assert wanted.fits.tolist() == [[True, True], [False, True], [True, True]]
+    form, there = packed.packed, (anchor.to(device), residual.to(device))
+    found = form._pack_by_kernel(*there)
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, wanted, strict=True))
+    assert torch.equal(form._unpack_by_kernel(there[0], found.records, found.raw_v), there[1])
 
 
 def test_no_records(device):
