@@ -24,6 +24,8 @@ from serving import tables
 from serving.summary_table import summary
 from ttkt.doc_table import gpu_lines
 
+from kvspec_kernels.codecs.coverage import PATHS
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -304,6 +306,7 @@ def all_tables() -> dict[str, str]:
         ),
         "draft_cost": _goals(_figures("draft_cost"), DRAFT_COST_TITLES),
         "ngram": ngram_table(RESULTS / "ngram_cpu.json"),
+        "coverage": coverage_table(),
         "architectures": architectures_table(RESULTS / "architectures.json"),
         "products": products_table(_figures("deterministic_kernels")),
         "int4_products": int4_table(_figures("int4_products"), _figures("int4_marlin")),
@@ -325,6 +328,26 @@ def _goals(figures: Sequence[Mapping[str, Any]], titles: Mapping[str, tuple[str,
         {name: title for name, (title, _) in titles.items()},
         {name: goal for name, (_, goal) in titles.items()},
     )
+
+
+def coverage_table() -> str:
+    """Return the sizes that each kernel path declares."""
+    header = "| operation | kernels | head sizes | query heads a KV head | page sizes | KV dtypes |"
+    rows = [
+        f"| {path.operation} | {path.kernels} | {_sizes(path.head_dims)} | "
+        f"{'any' if path.most_group is None else f'1 to {path.most_group}'} | "
+        f"{_sizes(path.page_sizes)} | {', '.join(path.dtypes)} |"
+        for path in PATHS
+    ]
+    return "\n".join((header, "|---|---|---|---|---|---|", *rows))
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """Return sizes as text, those that are evenly spaced as a range."""
+    first, step, last = sizes[0], sizes[1] - sizes[0], sizes[-1]
+    if len(sizes) > 3 and list(sizes) == list(range(first, last + 1, step)):
+        return f"multiples of {step} from {first} to {last}"
+    return ", ".join(map(str, sizes))
 
 
 def architectures_table(path: Path) -> str:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from kvspec_kernels.codecs.coverage import EXACT, MAX_GROUP, TRITON_ATTENTION
 from sglang_kvspec.adapters.kernel_choice import check_deterministic_sizes, check_kernels
 from sglang_kvspec.adapters.target_choice import DETERMINISTIC, target_attention_name
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
 from sglang_kvspec.codecs.registry import find_codec, make_codec
 from sglang_kvspec.core.codec_names import codec_names
-from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.config import KVSpecConfig, Target
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 
-GPU_HEAD_SIZES = (64, 128, 256)
-GPU_DTYPES = (torch.bfloat16, torch.float16)
-GPU_MAX_GROUP = 16
+# Head sizes of models on a GPU, by --kvspec-target. Kernels of `int8` take others as well, which no
+# model in use has.
+INT8_HEAD_SIZES = (64, 80, 96, 112, 128, 256)
+GPU_HEAD_SIZES: Mapping[Target, tuple[int, ...]] = {
+    "exact": EXACT.head_dims,
+    "int8": tuple(size for size in TRITON_ATTENTION.head_dims if size in INT8_HEAD_SIZES),
+}
 
 
 def check_model(
@@ -103,14 +109,15 @@ def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:
 
 
 def _check_for_kernels(config: KVSpecConfig, model: Any, num_ranks: int) -> None:
-    """Raise UnsupportedError for a model that the kernels of a GPU do not cover: KVSpec's, or
-    FlashInfer's, which silently compute something else for head sizes not divisible by 64."""
+    """Raise UnsupportedError for a model that the kernels of a GPU do not cover: KVSpec's, or for
+    the target `exact` FlashInfer's."""
     kv_heads = model.get_num_kv_heads(num_ranks)
     group = model.num_attention_heads // num_ranks // kv_heads
+    sizes, dtype = GPU_HEAD_SIZES[config.target], str(model.dtype).removeprefix("torch.")
     for what, value, allowed, fits in (
-        ("head size", model.head_dim, GPU_HEAD_SIZES, model.head_dim in GPU_HEAD_SIZES),
-        ("dtype", model.dtype, GPU_DTYPES, model.dtype in GPU_DTYPES),
-        ("query heads per KV head", group, f"1 to {GPU_MAX_GROUP}", group <= GPU_MAX_GROUP),
+        ("head size", model.head_dim, sizes, model.head_dim in sizes),
+        ("dtype", dtype, EXACT.dtypes, dtype in EXACT.dtypes),
+        ("query heads per KV head", group, f"1 to {MAX_GROUP}", group <= MAX_GROUP),
     ):
         if not fits:
             raise UnsupportedError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvspec_kernels.codecs.coverage import EXACT_IN_ORDER
 from sglang_kvspec.adapters import activation
 from sglang_kvspec.adapters.flags import flag_values, is_ours, parse_config
 from sglang_kvspec.adapters.gpus import check_gpus
@@ -228,7 +229,7 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         load_target_attention(config, deterministic=deterministic)
     name = target_attention_name(config, deterministic=deterministic)
     page_size = _page_size(kwargs)
-    if name == DETERMINISTIC["exact"] and page_size & (page_size - 1):
+    if name == DETERMINISTIC["exact"] and page_size not in EXACT_IN_ORDER.page_sizes:
         asked = f"--kvspec-target-attention {config.target_attention}"
         if config.target_attention is None:
             asked = _asked_for_determinism(config)

@@ -32,6 +32,16 @@ PREFILL = {
 }
 
 
+@pytest.mark.parametrize("head_dim", [80, 96, 112])
+def test_the_int8_target_takes_more_head_sizes(tmp_path: Path, head_dim: int) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": head_dim}))
+    model = model_config_of({"model_path": str(tmp_path), "dtype": "bfloat16"})
+    check_model(KVSpecConfig(target="int8"), model, 64, on_gpu=True)
+    with pytest.raises(UnsupportedError, match=rf"head size {head_dim} .*64, 128, 256"):
+        check_model(KVSpecConfig(), model, 64, on_gpu=True)
+
+
 def show_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
     """Make GPUs of these compute capabilities visible."""
 
@@ -57,7 +67,7 @@ def test_prefix_cache_of_a_gpu_without_tiers(monkeypatch: pytest.MonkeyPatch) ->
     ("changes", "dtype", "expected"),
     [
         ({"head_dim": 80}, "bfloat16", "head size 80 .*64, 128, 256"),
-        ({}, "float32", "dtype torch.float32 .*bfloat16"),
+        ({}, "float32", "dtype float32 .*bfloat16"),
         (
             {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64},
             "bfloat16",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvspec_kernels.codecs.coverage import CUDA_DRAFT, KernelPath
 from kvspec_kernels.codecs.kernels import Arithmetic
 from kvspec_kernels.codecs.spec import CodecSpec
 from kvspec_kernels.formats import TWO_BIT_STEP, anchor_layout
@@ -21,11 +22,9 @@ MULTIPROCESSOR_REGISTERS = 65536
 # Shared memory of a Hopper multiprocessor, and the part of it that CUDA reserves for each block.
 MULTIPROCESSOR_SHARED = 228 * 1024
 BLOCK_RESERVED = 1024
-HEAD_DIMS = (64, 96, 128, 256)
 # Parts of a query row that a warp joins at a time. Rows with more parts get more warps.
 PARTS_AT_ONCE = 8
 MOST_JOIN_WARPS = 8
-MAX_GROUP = 16
 # Registers of a thread, those for all but what grows with the query rows, and query rows of a
 # column tile.
 MOST_REGISTERS, OTHER_REGISTERS = 255, 80
@@ -80,13 +79,20 @@ def draft_supported(shape: AttentionShape, device: torch.device) -> bool:
 
 def supported(shape: AttentionShape, device: torch.device) -> bool:
     """Return True if the conditions of both draft and verify attention hold."""
-    group = shape.num_qo_heads // shape.num_kv_heads
     return (
         nvrtc.is_hopper(device)
-        and shape.head_dim in HEAD_DIMS
-        and 1 <= group <= MAX_GROUP
-        and shape.q_dtype in (torch.bfloat16, torch.float16)
+        and takes(CUDA_DRAFT, shape)
         and shape.settings.cuda_attention() is not None
+    )
+
+
+def takes(path: KernelPath, shape: AttentionShape) -> bool:
+    """Return True if a kernel path takes the sizes of a shape."""
+    return path.takes(
+        head_dim=shape.head_dim,
+        page_size=shape.page_size,
+        group=shape.query_heads,
+        dtype=str(shape.q_dtype).removeprefix("torch."),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvspec_kernels.codecs.coverage import CUDA_ENCODE
 from kvspec_kernels.codecs.kernels import CudaEncode
 from kvspec_kernels.codecs.spec import CodecSpec
 from kvspec_kernels.formats import RECORD_ALIGNMENT, Target, anchor_layout
@@ -19,7 +20,6 @@ from kvspec_kernels.jit.cuda_attention import (
     MULTIPROCESSOR_SHARED,
 )
 
-HEAD_DIM_STEP = 32
 # Values that a thread encodes, unless MAX_WARPS gives it more.
 THREAD_ELEMENTS = 64
 MAX_WARPS = 16
@@ -43,8 +43,12 @@ def supported(shape: EncodeShape, device: torch.device) -> bool:
     """Return True if the kernel covers this shape. Cached: every layer of every prefill asks."""
     return (
         nvrtc.is_hopper(device)
-        and shape.head_dim % HEAD_DIM_STEP == 0
-        and shape.dtype in (torch.bfloat16, torch.float16)
+        and CUDA_ENCODE.takes(
+            head_dim=shape.head_dim,
+            page_size=shape.page_size,
+            group=1,
+            dtype=str(shape.dtype).removeprefix("torch."),
+        )
         and shape.settings.cuda_encode(shape.page_size) is not None
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvspec_kernels.codecs.coverage import CUDA_VERIFY
 from kvspec_kernels.formats import anchor_layout, residual_layout
 from kvspec_kernels.jit import nvrtc
 from kvspec_kernels.jit.chunks import chunk_blocks
@@ -22,6 +23,7 @@ from kvspec_kernels.jit.cuda_attention import (
     record_defines,
     row_join_defines,
     supported,
+    takes,
 )
 from kvspec_kernels.jit.tail import tail_arguments
 
@@ -50,8 +52,7 @@ def verify_supported(shape: AttentionShape, device: torch.device, batch: int) ->
         codec is not None
         and codec.verifies
         and supported(shape, device)
-        and shape.page_size % 64 == 0
-        and shape.head_dim % 64 == 0
+        and takes(CUDA_VERIFY, shape)
         and batch <= MAX_BATCH
         and _shared_bytes(shape, 1) + BLOCK_RESERVED <= MULTIPROCESSOR_SHARED
     )

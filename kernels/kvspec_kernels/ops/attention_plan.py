@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from kvspec_kernels.codecs.coverage import MAX_GROUP, TRITON_ATTENTION
 from kvspec_kernels.codecs.spec import CodecSpec
 from kvspec_kernels.formats import RecordLayout, Target, anchor_layout, residual_layout
 
@@ -16,9 +17,8 @@ Arithmetic = Literal["auto", "fp16", "int8"]
 # Kernels of an operation: CUDA C++ for Hopper, Triton, or CUDA where it covers the operation.
 Backend = Literal["auto", "cuda", "triton"]
 
-MAX_GROUP = 16
 MAX_QO_LEN = 65
-QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUERY_DTYPES = tuple(getattr(torch, name) for name in TRITON_ATTENTION.dtypes)
 # A 16-byte load must not straddle two records.
 ALIGNMENT = 16
 
