@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import triton
 from acceptance.report import Figure, write_json
 from rich.console import Console
 
@@ -41,7 +42,8 @@ def main() -> int:
         kernels += [asdict(each) for each in compiled]
         num_failed += len(failed)
         console.print(f"{name}: {len(compiled)} kernels, {len(failed)} do not fit")
-    write_json(args.out, "check_triton_targets", torch.device("cpu"), {"kernels": kernels}, figures)
+    settings = {"triton": triton.__version__, "kernels": kernels}
+    write_json(args.out, "check_triton_targets", torch.device("cpu"), settings, figures)
     return 1 if num_failed else 0
 
 
