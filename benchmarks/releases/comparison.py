@@ -11,10 +11,10 @@ from releases.callers import count_uses
 from releases.needs import Need, OwnArguments
 from releases.symbols import arguments_of, find
 from releases.wheels import Wheel
-from sglang_kvspec.core.sglang_releases import SUPPORTED
+from sglang_kvspec.core.sglang_releases import SUPPORTED, SUPPORTED_ON_GPU
 
-# Releases are compared with this one.
-REFERENCE = SUPPORTED[0]
+# Releases are compared with the one that all tests run on.
+REFERENCE = SUPPORTED_ON_GPU[0]
 # Functions that SGLang calls in a way that no count of names can see, each with the reason.
 CALLED_OTHERWISE: Mapping[str, str] = {}
 
@@ -67,7 +67,7 @@ def judge(need: Need, release: str, found: Found | None, reference: Found | None
     """Return the verdict on a symbol. reference: the symbol in the release to compare with."""
     if not need.is_for(release):
         return Cell("-")
-    if need.kind == "method" and reference is None and need.since == REFERENCE:
+    if need.kind == "method" and reference is None and need.since == SUPPORTED[0]:
         # Our own method, which overrides none.
         return Cell("-")
     if found is None:
