@@ -110,14 +110,12 @@ def retract(original: Callable[..., Any], batch: Any, args: Sequence[Any]) -> An
     return retracted, new_ratio, failed
 
 
-def retraction_order(
-    original: Callable[..., list[int]], reqs: Any, args: Sequence[Any]
-) -> list[int]:
+def retraction_order(own_order: Callable[[], list[int]], reqs: Any) -> list[int]:
     """Return KVSpec's order for ScheduleBatch._get_decode_retraction_order inside of retract();
-    outside of it, SGLang's own."""
+    outside of it, SGLang's own, which own_order() returns."""
     batch = _retracting.get()
     if batch is None:
-        return original(reqs, *args)
+        return own_order()
     return keep_order([_view(req, batch) for req in reqs])
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_policy import AddReqResult
 
+from kvspec_patches import retraction_order
 from sglang_kvspec.adapters import scheduling
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.kv.residual_table import ResidualState
@@ -140,7 +141,7 @@ class Batch:
 
 
 def retract_one(batch: Batch, server_args: Any) -> tuple[list[Any], float, list[Any]]:
-    order = scheduling.retraction_order(lambda *args: [0, 1], batch.reqs, (server_args,))
+    order = retraction_order.hook(lambda *args: [0, 1], batch.reqs, server_args)
     return [batch.reqs[order[-1]]], 0.5, []
 
 
@@ -178,7 +179,12 @@ def test_a_retraction_without_need_counts_as_one_for_a_test() -> None:
 
 
 def test_the_order_is_sglangs_own_for_others() -> None:
-    assert scheduling.retraction_order(lambda reqs: [7], [], ()) == [7]
+    def own(reqs: list[Any], server_args: str, *, allow_policy_sort: bool) -> list[Any]:
+        return [*reqs, server_args, allow_policy_sort]
+
+    # As SGLang 0.5.16 calls it.
+    assert retraction_order.hook(own, [7], "args", allow_policy_sort=False) == [7, "args", False]
+    assert retraction_order.hook(lambda reqs: reqs, [7]) == [7]
 
 
 def test_no_request_is_longer_than_the_pool_holds_with_its_drafts() -> None:
