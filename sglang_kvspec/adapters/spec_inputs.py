@@ -29,7 +29,11 @@ class KVSpecDraftInput(SpecInput):  # type: ignore[misc]
         """Return the pending token of each request: [batch_size] int64."""
         return torch.tensor([state.pending for state in self.states], dtype=torch.int64)
 
-    def filter_batch(self, new_indices: Any, new_indices_cpu: Any = None) -> None:
+    def filter_batch(self, new_indices: Any, new_indices_cpu: Any = None, **unused: Any) -> None:
+        """Keep the states of new_indices: [num_kept] int64, on the device of the batch.
+
+        new_indices_cpu: the same on the CPU. unused: until 0.5.16, has_been_filtered=False.
+        """
         on_cpu = new_indices if new_indices_cpu is None else new_indices_cpu
         self.states = [self.states[int(i)] for i in on_cpu]
         if self.future_indices is not None:
