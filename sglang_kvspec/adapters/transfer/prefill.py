@@ -99,7 +99,7 @@ class PrefillManager(BaseKVManager):  # type: ignore[misc]
             "rank_ip": rank_host,
             "rank_port": int(rank_port),
             "page_size": self.page_size,
-            "kv_cache_dtype": self.kv_args.kv_cache_dtype_str,
+            "kv_cache_dtype": server_args.kv_cache_dtype,
             "load_balance_method": "follow_bootstrap_room",
             "prefill_http_port": server_args.port,
         }

@@ -68,11 +68,11 @@ def test_every_rank_is_found_where_it_sends_from(bootstrap) -> None:
         host="0.0.0.0",
         port=1,
         disaggregation_bootstrap_port=int(bootstrap.rpartition(":")[2]),
+        kv_cache_dtype="auto",
     )
     for rank in (1, 0):
         manager = object.__new__(PrefillManager)
         manager.address, manager.page_size = f"tcp://10.0.0.1:{500 + rank}", 64
-        manager.kv_args = SimpleNamespace(kv_cache_dtype_str="auto")
         if rank == 0:
             trouble = query_route(bootstrap, Asker(1, 2)).trouble
             assert "503" in trouble, "one is not there yet"
