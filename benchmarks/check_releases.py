@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "releases.json"
 PAGE = ROOT / "docs" / "reference" / "sglang-releases.md"
 # Releases that are not supported. Their columns show what a move there would take.
-OTHERS = ("0.5.16",)
+OTHERS: tuple[str, ...] = ()
 
 
 def main() -> int:

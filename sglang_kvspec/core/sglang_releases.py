@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang_kvspec.core.errors import UnsupportedError
 
 # Oldest first. `make compat` tests each on a CPU.
-SUPPORTED = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
+SUPPORTED = ("0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 # Those whose tests have also passed on a GPU.
 SUPPORTED_ON_GPU = ("0.5.17",)
 # Set to 1, it lets a server start on any other release.
