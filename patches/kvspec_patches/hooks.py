@@ -109,6 +109,7 @@ HOOKS = (
         "replace",
         "cpu",
         xgrammar_bitmask.hook,
+        since="0.5.17",
         remove_when="SGLang asks the platform whether memory can be pinned",
     ),
     Hook(
