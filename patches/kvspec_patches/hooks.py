@@ -25,6 +25,7 @@ from kvspec_patches import (
     mha_kv_pool,
     oot_mha_kv_pool,
     paged_clear,
+    paged_free,
     paged_release,
     parallel_group,
     penalty_tokens,
@@ -149,10 +150,19 @@ HOOKS = (
         remove_when="pool classes receive the sizing plan",
     ),
     Hook(
+        "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.free",
+        "after",
+        "cuda_kvspec",
+        paged_free.hook,
+        until="0.5.17",
+        remove_when="SGLang 0.5.16 is no longer supported",
+    ),
+    Hook(
         "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator._release_page_ids",
         "after",
         "cuda_kvspec",
         paged_release.hook,
+        since="0.5.17",
         remove_when="SGLang tells pools about freed pages",
     ),
     Hook(

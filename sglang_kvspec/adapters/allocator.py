@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sglang_kvspec.adapters.compat.allocator import (
@@ -9,6 +11,8 @@ from sglang_kvspec.adapters.compat.allocator import (
     alloc_extend_naive,
     get_num_new_pages,
 )
+from sglang_kvspec.adapters.compat.free_groups import holds_frees
+from sglang_kvspec.adapters.compat.freed_pages import frees_by_page
 
 
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
@@ -60,15 +64,33 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             self.merge_and_sort_free()
 
 
-class KVSpecAllocator(TorchPagedAllocator):
-    """Allocator that also reports every freed page, whichever part of SGLang frees it.
-
-    All frees, deferred groups included, end in `_release_page_ids` or `clear`.
-    """
-
+class _ReportedPages(TorchPagedAllocator):
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         super()._release_page_ids(*page_ids)
         self._kvcache.on_pages_freed(torch.cat(page_ids).tolist())
+
+
+class _ReportedFrees(TorchPagedAllocator):
+    def free(self, free_index: torch.Tensor) -> None:
+        super().free(free_index)
+        self._kvcache.on_pages_freed(pages_freed(self, free_index))
+
+
+def pages_freed(allocator: Any, free_index: torch.Tensor) -> list[int]:
+    """Return the pages that a call of free() has freed: none within a group of frees, whose end
+    calls it again. free_index: slots [num_slots] int64, in any order."""
+    if holds_frees(allocator):
+        return []
+    pages: list[int] = torch.unique(free_index // allocator.page_size).tolist()
+    return pages
+
+
+class KVSpecAllocator(_ReportedPages if frees_by_page() else _ReportedFrees):  # type: ignore[misc]
+    """Allocator that also reports every freed page, whichever part of SGLang frees it.
+
+    All frees, deferred groups included, end in `_release_page_ids` or `clear`. On a SGLang without
+    the first, they end in `free`.
+    """
 
     def clear(self) -> None:
         super().clear()

@@ -167,6 +167,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             eviction_policy="lru",
             eviction_policy_config=None,
             enable_metrics=False,
+            enable_session_radix_cache=False,
         )
         self.tree = KVSpecRadixCache(params, self.kv, self.tiers, ranks=self.ranks)
 
