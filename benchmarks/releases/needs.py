@@ -31,6 +31,8 @@ _CACHE = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _PLATFORM = "sglang.srt.platforms.cpu.CpuDeviceMixin"
 _WORKER = "sglang.srt.speculative.base_spec_worker.BaseSpecWorker"
 METHOD_RELEASES: dict[str, tuple[str, str | None]] = {
+    # Until 0.5.16, the hook prefix_close calls it.
+    f"{_CACHE}.release_host_resources": ("0.5.17", None),
     f"{_CACHE}.cache_finished_req": (SUPPORTED[0], "0.5.21"),
     f"{_CACHE}.claim_kv_row": ("0.5.21", None),
     f"{_CACHE}.insert_req": ("0.5.21", "0.5.22"),

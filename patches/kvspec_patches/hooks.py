@@ -33,6 +33,7 @@ from kvspec_patches import (
     preemption,
     prefill_queue,
     prefill_room,
+    prefix_close,
     request_check,
     request_gate,
     response_usage,
@@ -321,6 +322,14 @@ HOOKS = (
         "kvspec",
         idle_wait.hook,
         remove_when="SGLang waits for transfer backends",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.release_host_resources",
+        "after",
+        "kvspec",
+        prefix_close.hook,
+        until="0.5.17",
+        remove_when="SGLang 0.5.16 is no longer supported",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load",
