@@ -28,6 +28,7 @@ Kind = Literal["hook", "import", "method"]
 # Methods that adapters override on some releases only: the first release that calls them, and the
 # first that does not; None for no end.
 _CACHE = "sglang.srt.mem_cache.radix_cache.RadixCache"
+_SENDER = "sglang.srt.disaggregation.base.conn.BaseKVSender"
 _PLATFORM = "sglang.srt.platforms.cpu.CpuDeviceMixin"
 _WORKER = "sglang.srt.speculative.base_spec_worker.BaseSpecWorker"
 METHOD_RELEASES: dict[str, tuple[str, str | None]] = {
@@ -39,6 +40,8 @@ METHOD_RELEASES: dict[str, tuple[str, str | None]] = {
     f"{_CACHE}.checkpoint": ("0.5.22", None),
     f"{_CACHE}.prefix_device_indices": ("0.5.22", None),
     f"{_CACHE}.free_kv_row": ("0.5.21", None),
+    # Until 0.5.16, the hook chunk_tokens gives what an argument is for.
+    f"{_SENDER}.send": ("0.5.17", None),
     f"{_PLATFORM}.get_mha_kv_pool_cls": (SUPPORTED[0], "0.5.22"),
     f"{_PLATFORM}.get_kv_pool_cls": ("0.5.22", None),
     f"{_WORKER}.update_weights_from_disk": (SUPPORTED[0], "0.5.21"),

@@ -9,6 +9,7 @@ from kvspec_patches import (
     batch_output,
     cached_tokens,
     checkpoint_release,
+    chunk_tokens,
     draft_kv_pool,
     drafts_histogram,
     engine_args,
@@ -308,6 +309,14 @@ HOOKS = (
         "kvspec",
         kv_class.hook,
         remove_when="plugins can register transfer backends",
+    ),
+    Hook(
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        "before",
+        "kvspec",
+        chunk_tokens.hook,
+        until="0.5.17",
+        remove_when="SGLang 0.5.16 is no longer supported",
     ),
     Hook(
         "sglang.srt.disaggregation.utils.prepare_abort",

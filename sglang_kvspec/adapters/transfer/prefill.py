@@ -116,7 +116,13 @@ class PrefillManager(BaseKVManager):  # type: ignore[misc]
 
 
 class KVSpecSender(BaseKVSender):  # type: ignore[misc]
-    """SGLang's sender of one request's KV to a decode server."""
+    """SGLang's sender of one request's KV to a decode server.
+
+    num_last_tokens: tokens in the pages that the last call of send() hands over, which the hook
+    chunk_tokens sets until 0.5.16.
+    """
+
+    num_last_tokens: int | None = None
 
     def __init__(
         self, mgr: PrefillManager, bootstrap_addr: str, bootstrap_room: int, **unused: Any
@@ -163,7 +169,10 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
         num_kv_tokens: int | None = None,
     ) -> None:
         """Send the next pages of the prompt. Its last page goes with SGLang's metadata, and is the
-        only one that may be partial."""
+        only one that may be partial.
+
+        num_kv_tokens: tokens in these pages; until 0.5.16 num_last_tokens stands for it.
+        """
         if self._failure is not None:
             return
         departures, pages = self.kv_mgr.departures, [int(page) for page in kv_indices]
@@ -173,8 +182,9 @@ class KVSpecSender(BaseKVSender):  # type: ignore[misc]
             departures.send(self._room, pages)
             return
         assert self._aux_index is not None
-        assert num_kv_tokens is not None
-        num_tail = num_kv_tokens - (len(pages) - 1) * self.kv_mgr.page_size
+        num_tokens = self.num_last_tokens if num_kv_tokens is None else num_kv_tokens
+        assert num_tokens is not None
+        num_tail = num_tokens - (len(pages) - 1) * self.kv_mgr.page_size
         fields = read_fields(self.kv_mgr.kv_args, self._aux_index)
         departures.send_last(self._room, pages, num_tail, fields)
 

@@ -8,6 +8,7 @@ import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
 
+from kvspec_patches import chunk_tokens
 from sglang_kvspec.adapters.transfer import decode, decoding
 from sglang_kvspec.adapters.transfer.decode import DecodeManager, KVSpecReceiver
 from sglang_kvspec.adapters.transfer.peers import WEIGHTS_CHANGED
@@ -96,6 +97,35 @@ def test_a_receiver_learns_that_another_rank_aborted(prefill) -> None:
         ROOM: "another rank of the prefill server cancelled the request"
     }
     assert sender(prefill).poll() == KVPoll.Bootstrapping
+
+
+@pytest.mark.parametrize("names_tokens", [False, True], ids=["0.5.16", "0.5.17"])
+def test_the_last_page_of_a_prompt_may_be_partial(prefill, names_tokens) -> None:
+    """Each release of SGLang tells in its way that 2 of 10 tokens are in the third page of 4."""
+    end, sent = sender(prefill), []
+    prefill.page_size, prefill.kv_args = 4, SimpleNamespace(aux_data_ptrs=[], aux_item_lens=[])
+    prefill.departures = SimpleNamespace(
+        send=lambda *args: sent.append(args), send_last=lambda *args: sent.append(args)
+    )
+    end.init(3, aux_index=0)
+    req = SimpleNamespace(disagg_kv_sender=end, origin_input_ids=range(10), start_send_idx=0)
+    # The last forward may also have computed an output token.
+    for pages, computed, is_last in (([5, 6], 8, False), ([7], 11, True)):
+        stop, more = min(computed, 10), {}
+        if names_tokens:
+            more = {"num_kv_tokens": stop - req.start_send_idx}
+        else:
+            req.extend_range = SimpleNamespace(end=computed)
+            chunk_tokens.hook(None, req, last_chunk=is_last)
+        end.send(pages, [], **more)
+        req.start_send_idx = stop
+    assert sent == [(ROOM, [5, 6]), (ROOM, [7], 2, ())]
+
+
+def test_senders_of_others_learn_of_no_tokens() -> None:
+    other = object()
+    req = SimpleNamespace(disagg_kv_sender=other, origin_input_ids=range(10), start_send_idx=0)
+    chunk_tokens.hook(None, req, last_chunk=True, end_idx=10)
 
 
 def test_after_an_update_of_weights_nothing_is_sent(prefill) -> None:
