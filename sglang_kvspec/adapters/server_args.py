@@ -50,6 +50,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "dcp_size": (1, "KVSpec does not support context parallelism yet"),
     "attn_cp_size": (1, "KVSpec does not support context parallelism yet"),
     "enable_prefill_context_parallel": (False, "KVSpec does not support context parallelism yet"),
+    "enable_session_radix_cache": (False, "KVSpec's prefix cache has no sessions"),
     "enable_streaming_session": (False, "a streaming session keeps partial pages between turns"),
     "enable_lmcache": (False, "KVSpec has its own tiers"),
     "enable_flexkv": (False, "KVSpec has its own tiers"),

@@ -173,6 +173,7 @@ def certificates(folder: Path, *peers: str) -> str:
             ["--disable-radix-cache", "--kvspec-prefix-server", "leave it unset"],
         ),
         (f"{DECODE} {PREFIX_SERVER}", ["--kvspec-prefix-server", "keeps no prefixes"]),
+        ("--enable-session-radix-cache", ["--enable-session-radix-cache", "no sessions"]),
         ("--enable-streaming-session", ["--enable-streaming-session", "partial pages"]),
         ("--enable-deterministic-inference", ["--enable-deterministic-inference", "needs a GPU"]),
         ("--kvspec-arithmetic exact", ["--kvspec-arithmetic", "exact", "fast, deterministic"]),
