@@ -185,9 +185,9 @@ def _check_needs(config: KVSpecConfig, kwargs: dict[str, Any], *, on_gpu: bool) 
 
 def _check_environment() -> None:
     """Raise ConfigError for environment variables that KVSpec cannot honour or understand."""
-    from sglang_kvspec.adapters.compat.environ import envs
+    from sglang_kvspec.adapters.compat.rust_server import rust_server_is_on
 
-    if envs.SGLANG_RUST_SERVER.get():
+    if rust_server_is_on():
         raise ConfigError(
             "SGLANG_RUST_SERVER=1 cannot be combined with --kvspec (allowed: leave it unset): "
             "requests to SGLang's Rust server bypass KVSpec's checks"
