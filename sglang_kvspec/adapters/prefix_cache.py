@@ -266,7 +266,7 @@ class KVSpecRadixCache(EndingRequests, RadixCache):  # type: ignore[misc]
 
     def _give_back(self, slots: torch.Tensor) -> None:
         if len(slots):
-            self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
+            self.token_to_kv_pool_allocator.free(slots)
 
     # Leaving
 
