@@ -71,8 +71,9 @@ def test_every_kernel_of_the_product_is_in_the_sample(compiled):
         for path in OPS.glob("*.py")
         for name in re.findall(r"(\w+_kernel)\[", path.read_text())
     }
-    # Bulk copies are for Hopper and newer data-centre GPUs only.
-    expected = launched - {"wide_product_kernel"}
+    # Bulk copies are for Hopper and newer data-centre GPUs only. No GPU server packs residuals, and
+    # compiling those kernels takes longer than all others.
+    expected = launched - {"wide_product_kernel", "pack_kernel", "unpack_kernel"}
     for capability in CAPABILITIES:
         numbers = [int(part) for part in capability.split(".")]
         found = {each["kernel"] for each in compiled if each["capability"] == numbers}
