@@ -165,7 +165,7 @@ class PackedForm:
         unfit = (~self._packed.fits(packed)).flatten(1).sum(1).tolist()
         # A slot of foreign bytes may miss more rows than it has. It must not take those of others.
         raw_v = [
-            torch.nn.functional.pad(rows[:count], (0, 0, 0, count - len(rows[:count])))
+            torch.nn.functional.pad(rows[:count], (0, 0, 0, max(count - self.num_spare, 0)))
             for rows, count in zip(spare, unfit, strict=True)
         ]
         self._write(records, pages, packed, raw_v)

@@ -122,14 +122,13 @@ PRODUCTS: Mapping[str, str] = {
     "NVIDIA GH200 480GB": "GH200",
 }
 
-# What ran on GPUs of these names, by back end of the kernels.
-KERNELS_ALONE = "these kernels were tested on this GPU, servers with them were not"
+# Measurements by the driver's name of the GPU and the back end of the kernels.
 MEASURED: Mapping[tuple[str, str], str] = {
     (name, kernels): said
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
     for kernels, said in (
         ("cuda", "kernels and servers were measured on this GPU"),
-        ("triton", KERNELS_ALONE),
+        ("triton", "these kernels were tested on this GPU, servers with them were not"),
     )
 }
 NOT_MEASURED = "nothing was measured on this GPU"

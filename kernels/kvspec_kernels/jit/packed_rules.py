@@ -1,5 +1,5 @@
-"""What an anchor says of a value of a packed exact residual (`packed_format.py`): the width of its
-code and what the code counts from, with the bits of `reference/packed_exact.py`.
+"""Widths of codes of a packed exact residual (`packed_format.py`) and what the codes count from, by
+the anchor, with the bits of `reference/packed_exact.py`.
 
 A *run* is 16 values that follow each other in a segment: two of a lane's words of codes. A thread
 has a run. Tensors are [runs], one for each value of a run, so sums over the values of a run cost an

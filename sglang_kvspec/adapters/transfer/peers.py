@@ -67,7 +67,7 @@ class Serving:
 
     @property
     def _transfer(self) -> str:
-        """What both ends must agree on about the bytes that cross, besides the codec."""
+        """Return the form of the bytes that cross, which both ends must share besides the codec."""
         told = f"--kvspec-transfer {self.config.transfer}"
         if self.config.transfer != "split":
             return told

@@ -1,4 +1,4 @@
-"""What the kernel paths declare is what their checks take."""
+"""Sizes that kernel paths declare are those that their checks take."""
 
 from __future__ import annotations
 
