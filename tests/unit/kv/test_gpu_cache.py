@@ -153,7 +153,8 @@ def test_what_kernels_are_given_fits_the_pools(make_device_kv, monkeypatch):
     k, v = kv.window.layer(1)
     found = kv.residual_slots_of(pages)
     gpu_cache.GpuKVCache.encode_from(kv, 1, k, v, torch.tensor([1, 0, -1]), pages, found)
-    ((k_, v_, source, anchors, anchor_slots, residuals, slots, codec, target),) = calls
+    (given,) = calls
+    k_, v_, source, anchors, anchor_slots, residuals, slots, codec, target, kernels = given
     assert k_ is k
     assert v_ is v
     assert source.tolist() == [1, 0, -1]
@@ -162,7 +163,7 @@ def test_what_kernels_are_given_fits_the_pools(make_device_kv, monkeypatch):
     assert residuals is kv.residuals.cache_layer(1)
     # Skipped entries have any valid slot.
     assert slots.tolist() == [2, 11, 0]
-    assert (codec, target) == (kv.codec.settings, "int8")
+    assert (codec, target, kernels) == (kv.codec.settings, "int8", kv.kernels)
 
 
 def test_fp32_is_refused(make_device_kv):
