@@ -90,8 +90,8 @@ fuzz: $(INSTALLED) ## 10,000 generated requests to servers of every role: about 
 check: $(INSTALLED) ## formatting, lint, types, layers, language, names of SGLang, documentation
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs kv planning runtime engine transport \
-		door cli.py) kernels/kvspec_kernels testkit/kvspec_testkit \
+	$(PYTHON) -m mypy $(addprefix sglang_kvspec/,core codecs scorers kv planning runtime engine \
+		transport door cli.py) kernels/kvspec_kernels testkit/kvspec_testkit \
 		benchmarks/planner
 	$(PYTHON) -m pytest -q tests/test_layers.py
 	$(PYTHON) benchmarks/check_words.py

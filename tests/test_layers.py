@@ -46,7 +46,12 @@ SPECS = "kvspec_kernels.codecs"
 _CODECS = (CORE, KERNELS, "sglang_kvspec.codecs")
 # Plans of `planning` are plain data, so the pools and wires that carry them out may name them.
 _MEMORY = (*_CODECS, "sglang_kvspec.planning")
-_RUNTIME = (*_MEMORY, "sglang_kvspec.kv", "sglang_kvspec.transport")
+_RUNTIME = (
+    *_MEMORY,
+    "sglang_kvspec.kv",
+    "sglang_kvspec.transport",
+    "sglang_kvspec.scorers",
+)
 _ENGINE = (*_RUNTIME, "sglang_kvspec.runtime")
 _ADAPTERS = (*_ENGINE, "sglang_kvspec.engine")
 
@@ -54,6 +59,8 @@ LAYERS: Mapping[str, Layer] = {
     CORE: Layer(),
     "sglang_kvspec.planning": Layer((CORE, SPECS)),
     "sglang_kvspec.codecs": Layer(_CODECS, None),
+    # Plain torch over one layer's tensors, on either device.
+    "sglang_kvspec.scorers": Layer((CORE,), None),
     "sglang_kvspec.kv": Layer(_MEMORY, None),
     "sglang_kvspec.transport": Layer(_MEMORY, None),
     # A command above the wire, which serves the prefix stores of `kv` on a socket.

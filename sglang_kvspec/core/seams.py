@@ -31,6 +31,11 @@ DRAFT_VIEWS = Registry(
         "recent": "sglang_kvspec.runtime.budget_views:RecentPages",
     },
 )
+SCORERS = Registry(
+    "sglang_kvspec.scorers",
+    "--kvspec-compressor",
+    {"random": "sglang_kvspec.scorers.random_tokens:RandomTokens"},
+)
 TARGET_ATTENTIONS = Registry(
     "sglang_kvspec.target_attentions",
     "--kvspec-target-attention",

@@ -18,6 +18,7 @@ from sglang_kvspec.core.seams import (
     CODECS,
     DRAFT_VIEWS,
     DRAFTERS,
+    SCORERS,
     TARGET_ATTENTIONS,
     VERIFY_SCHEDULERS,
 )
@@ -45,7 +46,7 @@ def install(
     forget_entries()
 
 
-SEAMS = [CODECS, DRAFTERS, DRAFT_VIEWS, TARGET_ATTENTIONS, VERIFY_SCHEDULERS]
+SEAMS = [CODECS, DRAFTERS, DRAFT_VIEWS, SCORERS, TARGET_ATTENTIONS, VERIFY_SCHEDULERS]
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.flag)

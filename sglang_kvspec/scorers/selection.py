@@ -1,0 +1,36 @@
+"""Tokens that drafts read, by their scores."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sglang_kvspec.scorers.base import ALWAYS, Allocation
+
+
+def kept_tokens(
+    scores: torch.Tensor, budget: float, allocation: Allocation, unit: int
+) -> torch.Tensor:
+    """Return which tokens drafts read, bool [num_layers, num_kv_heads, num_tokens].
+
+    scores: [num_layers, num_kv_heads, num_tokens] float32. Tokens are read in units of `unit`
+    consecutive ones, by the sum of their scores; with a token of ALWAYS the whole unit is read. Of
+    all other units the best are read, ceil(budget * units) a head on average. Among equal sums, the
+    earlier unit is read. num_tokens must be a multiple of `unit`.
+    """
+    num_layers, num_heads, num_tokens = scores.shape
+    by_unit = scores.reshape(num_layers, num_heads, -1, unit)
+    sums = torch.where(by_unit == ALWAYS, 0.0, by_unit).sum(-1)
+    always = (by_unit == ALWAYS).any(-1)
+    num_units = num_tokens // unit
+    # Units of one row compete with one another.
+    rows = {"head": (num_layers * num_heads, 1), "layer": (num_layers, num_heads)}
+    num_rows, heads = rows.get(allocation, (1, num_layers * num_heads))
+    ranked = sums.masked_fill(always, -ALWAYS).reshape(num_rows, heads * num_units)
+    best = ranked.sort(dim=-1, descending=True, stable=True).indices
+    kept = torch.zeros_like(ranked, dtype=torch.bool)
+    kept.scatter_(-1, best[:, : heads * math.ceil(budget * num_units)], True)
+    kept = kept.view(num_layers, num_heads, num_units) | always
+    tokens: torch.Tensor = kept.repeat_interleave(unit, dim=-1)
+    return tokens
