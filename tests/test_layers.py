@@ -77,8 +77,10 @@ LAYERS: Mapping[str, Layer] = {
     "sglang_kvspec.plugin": Layer(("sglang_kvspec",), None, sglang=True),
     # A command that answers faster than torch could be imported.
     "sglang_kvspec.cli": Layer(
-        (CORE, "sglang_kvspec.planning", "sglang_kvspec.doctor"), ("rich", "matplotlib")
+        (CORE, "sglang_kvspec.planning", "sglang_kvspec.doctor", "sglang_kvspec.compressors"),
+        ("rich", "matplotlib"),
     ),
+    "sglang_kvspec.compressors": Layer((CORE,)),
     "sglang_kvspec.doctor": Layer(
         (*_ADAPTERS, "sglang_kvspec.adapters", "sglang_kvspec.composition"), None
     ),

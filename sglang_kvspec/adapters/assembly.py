@@ -40,6 +40,7 @@ from sglang_kvspec.engine.ports import (
     SchedulerParts,
     VerifyScheduler,
 )
+from sglang_kvspec.engine.prompt_repeats import PromptRepeats
 from sglang_kvspec.engine.proposed_steps import ProposedSteps
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.selective_drafter import SelectiveDrafter, StepSeconds
@@ -60,6 +61,7 @@ from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
+from sglang_kvspec.runtime.token_scorer import TokenScorer
 
 # Assumed seconds of a draft step on a CPU, where no step is timed at the start.
 CPU_STEP_S = 1e-3
@@ -150,7 +152,7 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
     """Build the round loop of a rank. On a GPU this captures CUDA graphs."""
     config, kv, ranks = parts.config, parts.kv, parts.ranks
     most_piggyback = _most_piggyback(parts)
-    scorer = make_scorer(config, parts.view, parts.runner, parts.forward.attention)
+    scorer = make_scorer(config, parts.view, parts.runner, parts.forward.attention, ranks)
     chosen = scorer if isinstance(scorer, DevicePages) else None
     captured = factories.captured(parts, most_piggyback, chosen)
     holds_all = captured is not None and not kv.plan.host_pages
@@ -213,6 +215,14 @@ def build_loop(parts: WorkerParts) -> RoundLoop:
         scorer=scorer,
         captures=captured is not None,
     )
+
+
+def make_repeats(parts: WorkerParts, loop: RoundLoop) -> PromptRepeats | None:
+    """Make the repeats of prompts that the loop's scorer asks for, None if it asks for none."""
+    scorer = loop.scorer
+    if not isinstance(scorer, TokenScorer) or not scorer.needs_repeats:
+        return None
+    return PromptRepeats(parts.forward, parts.runner.model_config.context_len)
 
 
 def _most_piggyback(parts: WorkerParts) -> int:

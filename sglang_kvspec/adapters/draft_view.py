@@ -1,9 +1,10 @@
-"""Draft view of a server, and the scorer of pages that it chooses by."""
+"""Draft view of a server, and the scorer of pages or tokens that it chooses by."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+from sglang_kvspec.adapters.token_scorer import make_token_scorer
 from sglang_kvspec.core.config import AUTO_DRAFT_VIEW, KVSpecConfig
 from sglang_kvspec.core.seams import DRAFT_VIEWS
 from sglang_kvspec.engine.draft_budgets import AutoBudgets, DraftBudgets, OneBudget
@@ -11,11 +12,14 @@ from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.planning.draft_budget import allowed_budgets
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
+from sglang_kvspec.runtime.budget_views import DEFAULT_BUDGET
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_view import DraftView, MassView, ViewShape
 from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer, ReferenceScorer
 from sglang_kvspec.runtime.ranks import Ranks
+from sglang_kvspec.runtime.scored_tokens import ScoredTokens
+from sglang_kvspec.scorers.making import find_scorer
 
 
 def view_of(config: KVSpecConfig, *, on_gpu: bool) -> str:
@@ -28,13 +32,23 @@ def view_of(config: KVSpecConfig, *, on_gpu: bool) -> str:
 def make_view(config: KVSpecConfig, model: Any, kv: PagedKVCache, ranks: Ranks) -> DraftView | None:
     """Make the view in effect; None for all pages. model: SGLang's ModelConfig."""
     name, geometry = view_of(config, on_gpu=isinstance(kv, GpuKVCache)), kv.geometry
+    compressor = config.parsed_compressor
+    if compressor is not None:
+        allocation = compressor.heads or find_scorer(compressor.name).allocation
+        by_tokens = compressor.by == "tokens"
+        return ScoredTokens(allocation, geometry.page_size, by_tokens=by_tokens)
     if name == "all":
         return None
-    # If there are more ranks than KV heads, several ranks hold copies of one head.
-    first_head = ranks.rank * model.get_total_num_kv_heads() // ranks.size
+    first_head = first_kv_head(model, ranks)
     shape = ViewShape(geometry.num_layers, geometry.num_kv_heads, first_head, geometry.page_size)
     view: DraftView = DRAFT_VIEWS.load(name)(config, shape)
     return view
+
+
+def first_kv_head(model: Any, ranks: Ranks) -> int:
+    """Return the number of a rank's first KV head among all of the model, SGLang's ModelConfig. If
+    there are more ranks than KV heads, several ranks hold copies of one head."""
+    return int(ranks.rank * model.get_total_num_kv_heads() // ranks.size)
 
 
 def make_budgets(
@@ -45,6 +59,9 @@ def make_budgets(
     page_size: int,
 ) -> DraftBudgets:
     """Make the choice of budgets for a view."""
+    if config.compressor is not None:
+        asked = config.asked_budget
+        return OneBudget(DEFAULT_BUDGET if asked is None else asked)
     if view is None or not view.num_queries:
         return OneBudget()
     may_read_all = config.draft_view == AUTO_DRAFT_VIEW
@@ -55,10 +72,14 @@ def make_budgets(
 
 
 def make_scorer(
-    config: KVSpecConfig, view: DraftView | None, runner: Any, attention: Any
+    config: KVSpecConfig, view: DraftView | None, runner: Any, attention: Any, ranks: Ranks
 ) -> PageScorer:
     """Make the scorer for a view. attention: of the server, which has captured nothing yet."""
     drafts = config.drafts and runner.server_args.disaggregation_mode != "prefill"
+    compressor = config.parsed_compressor
+    if compressor is not None and drafts:
+        first_head = first_kv_head(runner.model_config, ranks)
+        return make_token_scorer(compressor, runner, attention, first_head)
     if view is None or not view.num_queries or not drafts:
         return NoScores()
     if not isinstance(attention, DeviceAttention):

@@ -129,6 +129,11 @@ def _check_for_kernels(config: KVSpecConfig, model: Any, num_ranks: int) -> None
             "--kvspec-exact-residual packed was not tested on a GPU and serves on a CPU only "
             "(allowed on a GPU: raw)"
         )
+    if config.compressor is not None:
+        raise UnsupportedError(
+            f"--kvspec-compressor {config.compressor} serves on a CPU only (allowed on a GPU: "
+            "--kvspec-draft-view pages)"
+        )
     if config.draft_weights not in ("auto", "target") and model.dtype != torch.bfloat16:
         raise UnsupportedError(
             f"--kvspec-draft-weights {config.draft_weights} cannot serve {model.model_path} on a "

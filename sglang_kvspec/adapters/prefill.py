@@ -17,14 +17,18 @@ from sglang_kvspec.adapters.requests import early_state, new_state
 from sglang_kvspec.adapters.spec_inputs import KVSpecDraftInput
 from sglang_kvspec.engine.batch import RoundBatch
 from sglang_kvspec.engine.loop import RoundLoop
+from sglang_kvspec.engine.prompt_repeats import PromptRepeats
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, prefill_row
 
 
 class Prefill:
     """The worker's part for extend batches: prefills, and requests that start on anchors."""
 
-    def __init__(self, parts: WorkerParts, loop: RoundLoop) -> None:
-        self._parts, self._loop = parts, loop
+    def __init__(
+        self, parts: WorkerParts, loop: RoundLoop, repeats: PromptRepeats | None = None
+    ) -> None:
+        """repeats: of prompts whose prefill is complete, where the scorer asks for them."""
+        self._parts, self._loop, self._repeats = parts, loop, repeats
 
     def run(self, batch: Any) -> GenerationBatchResult:
         """Run one of SGLang's extend batches."""
@@ -49,11 +53,11 @@ class Prefill:
         ]
         if batch.return_logprob:
             fill_logprobs(result.logits_output, batch, firsts, [s.params for s in states])
-        self._loop.score(
-            (i, state, row.pages)
-            for i, (state, row, first) in enumerate(zip(states, rows, firsts, strict=True))
-            if first is not None
-        )
+        complete = [i for i, first in enumerate(firsts) if first is not None]
+        if self._repeats is not None:
+            pages = [row.pages for row in rows]
+            self._repeats.run(RoundBatch(states, pages, batch.reqs, batch), complete)
+        self._loop.score((i, states[i], rows[i].pages) for i in complete)
         parts.pages.flush()
         if parts.disaggregation is not None:
             parts.disaggregation.note_prefill(batch.reqs)

@@ -9,7 +9,12 @@ import torch
 
 from sglang_kvspec.adapters import round_times
 from sglang_kvspec.adapters.activation import config_of
-from sglang_kvspec.adapters.assembly import build_loop, schedule_of, share_parts
+from sglang_kvspec.adapters.assembly import (
+    build_loop,
+    make_repeats,
+    schedule_of,
+    share_parts,
+)
 from sglang_kvspec.adapters.compat.batches import GenerationBatchResult, LogitsProcessorOutput
 from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
 from sglang_kvspec.adapters.compat.runtime_context import get_serving
@@ -92,7 +97,7 @@ class KVSpecWorker(BaseSpecWorker):  # type: ignore[misc]
         """Build the round loop. SGLang has loaded the model and its attention backend."""
         super().init_cuda_graphs()
         self.loop = build_loop(self.parts)
-        self._prefill = Prefill(self.parts, self.loop)
+        self._prefill = Prefill(self.parts, self.loop, make_repeats(self.parts, self.loop))
         if self.parts.disaggregation is not None:
             self.parts.disaggregation.write_behind(self.loop.overlap.interrupt)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from sglang_kvspec.core.compressor import Compressor, parse_compressor
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag_needs import DEFAULT_PAGE_SIZE, MODEL_DRAFTERS
 from sglang_kvspec.core.flags import (
@@ -89,6 +90,7 @@ class KVSpecConfig:
     ngram_shared: bool = DEFAULTS["ngram_shared"]
     draft_weights: str = DEFAULTS["draft_weights"]
     draft_view: str = DEFAULTS["draft_view"]
+    compressor: str | None = DEFAULTS["compressor"]
     draft_budget: float | Literal["auto"] = DEFAULTS["draft_budget"]
     stream: Stream = DEFAULTS["stream"]
     prefix_host_gb: float = DEFAULTS["prefix_host_gb"]
@@ -135,6 +137,11 @@ class KVSpecConfig:
     def asked_budget(self) -> float | None:
         """Return the asked share of pages that drafts read, None for auto."""
         return None if self.draft_budget == AUTO_BUDGET else float(self.draft_budget)
+
+    @property
+    def parsed_compressor(self) -> Compressor | None:
+        """Return the method that chooses what drafts read, None for none."""
+        return None if self.compressor is None else parse_compressor(self.compressor)
 
     @property
     def packs_residuals(self) -> bool:

@@ -111,6 +111,10 @@ def has_view_of_its_drafts(config: Settings) -> bool:
     return drafts_by_itself(config) or config.draft_view in ("auto", "all")
 
 
+def has_no_view(config: Settings) -> bool:
+    return bool(config.draft_view == "auto")
+
+
 def reads_some_pages(config: Settings) -> bool:
     return bool(config.draft_view != "all")
 
@@ -119,7 +123,7 @@ def is_split_over_servers(config: Settings, server: Server) -> bool:
     return server.arguments.get("disaggregation_mode") in DISAGGREGATION_ROLES
 
 
-def keeps_prefixes(config: Settings, server: Server) -> bool:
+def is_not_decode_server(config: Settings, server: Server) -> bool:
     return server.arguments.get("disaggregation_mode") != "decode"
 
 
@@ -175,7 +179,7 @@ IN_HOST_MEMORY = (
 )
 PREFIX_TIER = (
     ServerNeed(
-        keeps_prefixes,
+        is_not_decode_server,
         "{flag} {value} has no effect on a decode server, which keeps no prefixes: set {flag} on "
         "the prefill server",
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from sglang_kvspec.core.compressor import CompressorText
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
 from sglang_kvspec.core.flag_kinds import (
@@ -35,8 +36,10 @@ from sglang_kvspec.core.flag_needs import (
     fits_host,
     fits_prefix_host,
     has_default_pages,
+    has_no_view,
     has_view_of_its_drafts,
     is_not_contradicted,
+    is_not_decode_server,
     prefills_one_request,
     reads_some_pages,
 )
@@ -45,6 +48,7 @@ from sglang_kvspec.core.seams import (
     CODECS,
     DRAFT_VIEWS,
     DRAFTERS,
+    SCORERS,
     TARGET_ATTENTIONS,
     VERIFY_SCHEDULERS,
 )
@@ -271,11 +275,46 @@ FLAGS: tuple[Flag, ...] = (
         note="on a CPU `auto` is `all`",
     ),
     Flag(
+        "compressor",
+        CompressorText("NAME[:key=value,...]", SCORERS, CODECS),
+        default=None,
+        unset="none",
+        help="method of KV-cache compression whose scores choose what the model's own drafts read, "
+        "with its options; `by=tokens` reads single tokens instead of pages, and "
+        "`heads={head,layer,model}` says which heads share a budget; see `sglang-kvspec "
+        "compressors`",
+        note="CPU servers only; verifications read all pages",
+        needs=(
+            Need(
+                has_no_view,
+                "{flag} {value} cannot be combined with --kvspec-draft-view {config.draft_view} "
+                "(allowed: auto): both choose what drafts read",
+                note="cannot be combined with `--kvspec-draft-view`",
+            ),
+            Need(
+                drafts_by_itself,
+                "{flag} {value} cannot be combined with --kvspec-drafter {config.drafter} "
+                "(allowed: self, ngram): a compressor applies to drafts of the model itself only",
+            ),
+            Need(
+                drafts_at_all,
+                "{flag} {value} has no effect with --kvspec-draft-len 0 (allowed: auto, 1 or more)",
+            ),
+        ),
+        server_needs=(
+            ServerNeed(
+                is_not_decode_server,
+                "{flag} {value} is not supported on a decode server, which sees no prefill",
+            ),
+        ),
+    ),
+    Flag(
         "draft_budget",
         Number("F|auto", least=0.02, most=1, word=AUTO_BUDGET),
         default=AUTO_BUDGET,
         help="share of a request's pages that drafts read, in addition to the first page and the "
         "newest ones; `auto` adapts to each request's acceptance",
+        note="`auto` is 0.1 with `--kvspec-compressor`",
         needs=(
             Need(
                 reads_some_pages,

@@ -9,11 +9,13 @@ import torch
 
 
 class RowKind(Enum):
-    """Kind of a row: PREFILL and VERIFY rows read the target precision, DRAFT rows read anchors."""
+    """Kind of a row: DRAFT rows read anchors, all other rows read the target precision. A REPEAT
+    row runs tokens for a scorer's sake: their KV is not stored. Only a CPU runs such rows."""
 
     PREFILL = "prefill"
     DRAFT = "draft"
     VERIFY = "verify"
+    REPEAT = "repeat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,9 @@ class Row:
     pages: page ids [ceil((start + length) / page_size)] int64 of the request from position 0 on.
     direct: indices into pages, contiguous, PREFILL only: pages that the row writes whole and that
     are encoded at once, without the recent window.
-    seen: indices int64 into pages, ascending, of the full past pages that a DRAFT row reads.
-    [num_seen], or [num_layers, num_kv_heads, num_seen] by layer and KV head; None for all.
+    seen: what a DRAFT row reads of its full past pages; None for all. Indices int64 into pages,
+    ascending: [num_seen], or [num_layers, num_kv_heads, num_seen] by layer and KV head. On a CPU
+    also a mask, bool [num_layers, num_kv_heads, tokens of these pages].
     proposed: the last tokens of a DRAFT row, which may or may not become drafts.
     """
 
@@ -40,8 +43,16 @@ class Row:
     def end(self) -> int:
         return self.start + self.length
 
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Return `seen` where it is a mask."""
+        is_mask = self.seen is not None and self.seen.dtype is torch.bool
+        return self.seen if is_mask else None
+
     def written_pages(self, page_size: int) -> range:
         """Return the indices into `pages` of the pages that this row writes to."""
+        if self.kind is RowKind.REPEAT:
+            return range(0)
         return range(self.start // page_size, -(-(self.start + self.length) // page_size))
 
     def split_written(self, page_size: int) -> tuple[list[int], list[int]]:
@@ -54,9 +65,10 @@ class Row:
 
     def past_pages(self, page_size: int) -> torch.Tensor:
         """Return the ids of the full pages that this row reads, before the pages that it writes.
-        [num_past], or the shape of `seen` if that differs by layer and KV head."""
+        [num_past], or the shape of `seen` if that differs by layer and KV head. With a mask: all
+        full pages."""
         past = self.pages[: self.start // page_size]
-        return past if self.seen is None else past[self.seen]
+        return past if self.seen is None or self.mask is not None else past[self.seen]
 
 
 def prefill_row(

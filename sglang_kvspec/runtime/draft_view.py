@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -78,6 +78,16 @@ class MassView(DraftView, Protocol):
         all. Pages from index `newest` on include all that have no mass yet."""
 
 
+@runtime_checkable
+class TokenView(DraftView, Protocol):
+    """View that may select other tokens than those of whole pages. select() returns a mask, see
+    Row.seen. Only a CPU takes such a view."""
+
+    def num_tokens(self, state: RequestState, num_pages: int) -> int:
+        """Return how many tokens of the request's first num_pages pages its next draft reads, with
+        each head. All ranks return the same."""
+
+
 class AllPages:
     """View of every page, with which drafts agree best with the target."""
 
@@ -104,6 +114,9 @@ class DraftReads:
         num_pages = num_tokens // self.page_size
         if self.view is None:
             return num_tokens
+        if isinstance(self.view, TokenView):
+            in_pages = self.view.num_tokens(state, num_pages)
+            return num_tokens - num_pages * self.page_size + in_pages
         if self.view.num_queries:
             counts = cast("MassView", self.view).counts(state, num_pages)
             num_seen = num_pages if counts is None else counts.total(num_pages)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,6 +17,20 @@ from sglang_kvspec.runtime.target_queries import TargetQueries
 PREFILL_BLOCK = 512
 
 
+class LayerObserver(Protocol):
+    """Observer of forwards at the target precision, layer by layer."""
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """A forward over these rows begins."""
+
+    def observe(self, layer: int, index: int, q: torch.Tensor, context: KV, scale: float) -> None:
+        """Row `index` attends in a layer. q: [length, num_heads, head_dim]. context: (k, v)
+        [row.end, num_kv_heads, head_dim], all tokens up to the row's last."""
+
+    def end(self) -> None:
+        """The forward is over."""
+
+
 class ReferenceAttention:
     """Attention that writes the KV of a planned forward and attends, layer by layer.
 
@@ -26,23 +41,31 @@ class ReferenceAttention:
         self.kv = kv
         self._plan: ForwardPlan | None = None
         self._queries: TargetQueries | None = None
+        self._observer: LayerObserver | None = None
 
     def keep_queries(self, most: int) -> TargetQueries:
         """Keep the queries of all later forwards, `most` of each request."""
         self._queries = TargetQueries(most)
         return self._queries
 
+    def show(self, observer: LayerObserver) -> None:
+        """Show an observer all later forwards at the target precision."""
+        self._observer = observer
+
     @contextmanager
     def planned(self, plan: ForwardPlan) -> Iterator[None]:
         """Run a forward over the rows of a plan, layer by layer with forward(). Raises
         CapacityError if the KV cache has no room for its pages."""
         assert self._plan is None, "the previous forward has not finished"
-        if self._queries is not None:
-            self._queries.begin(plan.rows)
+        for watcher in (self._queries, self._observer):
+            if watcher is not None:
+                watcher.begin(plan.rows)
         with self.kv.forward(plan):
             self._plan = plan
             yield
         self._plan = None
+        if self._observer is not None:
+            self._observer.end()
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -62,7 +85,7 @@ class ReferenceAttention:
             if self._queries is not None:
                 self._queries.keep(index, q[span], scale)
             self._write(layer, row, k[span], v[span])
-            out[span] = self._attend(layer, row, q[span], k[span], v[span], scale)
+            out[span] = self._attend(layer, index, q[span], k[span], v[span], scale)
             first += row.length
         return out
 
@@ -73,6 +96,8 @@ class ReferenceAttention:
     # Writing
 
     def _write(self, layer: int, row: Row, k: torch.Tensor, v: torch.Tensor) -> None:
+        if row.kind is RowKind.REPEAT:
+            return
         size = self._page_size
         begin, end = (
             position * size - row.start for position in (row.direct.start, row.direct.stop)
@@ -94,17 +119,24 @@ class ReferenceAttention:
     def _attend(
         self,
         layer: int,
-        row: Row,
+        index: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
+        assert self._plan is not None
+        row = self._plan.rows[index]
         # All tokens from the start of the row's first page on are at hand in full precision.
         tail = self._partial_page(layer, row, (k, v))
         if row.kind is RowKind.DRAFT:
-            return _causal(q, self._draft_context(layer, row, tail), row, scale)
+            context = self._draft_context(layer, row, tail)
+            if row.mask is not None:
+                return _masked(q, context, row.mask[layer], scale)
+            return _causal(q, context, row, scale)
         past = _flat(self.kv.read_target(layer, row.past_pages(self._page_size)))
+        if self._observer is not None:
+            self._observer.observe(layer, index, q, _concat(past, tail), scale)
         if self.kv.codec.target == "exact":
             return _causal(q, _concat(past, tail), row, scale)
         out = torch.empty_like(q)
@@ -117,7 +149,7 @@ class ReferenceAttention:
     def _draft_context(self, layer: int, row: Row, tail: KV) -> KV:
         """Return (k, v) [tokens, num_kv_heads, head_dim]: the full pages that a DRAFT row reads,
         followed by `tail`."""
-        if row.seen is not None and row.seen.ndim == 3:
+        if row.mask is None and row.seen is not None and row.seen.ndim == 3:
             return _concat(self._past_by_head(layer, row.seen[layer], row), tail)
         pages = row.past_pages(self._page_size)
         num_past = len(pages) * self._page_size
@@ -192,7 +224,7 @@ def _causal(q: torch.Tensor, context: KV, row: Row, scale: float) -> torch.Tenso
     query = q.movedim(0, 1).unsqueeze(0)
     gqa = q.shape[1] != k.shape[1]
     out = torch.empty_like(query)
-    if row.kind is RowKind.PREFILL:
+    if row.kind in (RowKind.PREFILL, RowKind.REPEAT):
         for begin in range(0, row.length, PREFILL_BLOCK):
             end = min(begin + PREFILL_BLOCK, row.length)
             num_seen = row.start + end
@@ -218,4 +250,26 @@ def _causal(q: torch.Tensor, context: KV, row: Row, scale: float) -> torch.Tenso
                 scale=scale,
                 enable_gqa=gqa,
             )
+    return out[0].movedim(1, 0)
+
+
+def _masked(q: torch.Tensor, context: KV, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return attention of a DRAFT row's queries [n, heads, head_dim] over the past tokens that
+    `mask` [num_kv_heads, num_past] selects for each KV head, and over all later ones up to each
+    query. context: (k, v) of all tokens, [num_tokens, num_kv_heads, head_dim]."""
+    k, v = (part.movedim(0, 1).unsqueeze(0) for part in context)
+    num_heads, num_tokens = q.shape[1], k.shape[2]
+    last = num_tokens - len(q) + torch.arange(len(q), device=q.device)
+    causal = torch.arange(num_tokens, device=q.device) <= last[:, None]
+    seen = torch.ones((len(mask), num_tokens), dtype=torch.bool, device=q.device)
+    seen[:, : mask.shape[1]] = mask
+    by_head = seen.repeat_interleave(num_heads // len(mask), dim=0)
+    out = scaled_dot_product_attention(
+        q.movedim(0, 1).unsqueeze(0),
+        k,
+        v,
+        attn_mask=by_head[:, None] & causal,
+        scale=scale,
+        enable_gqa=num_heads != k.shape[1],
+    )
     return out[0].movedim(1, 0)

@@ -14,6 +14,7 @@ from sglang_kvspec.planning.proposals import RequestNgrams
 from sglang_kvspec.runtime.disaggregation.timeline import Timeline
 from sglang_kvspec.runtime.draft_counts import DraftCounts
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.token_scores import TokenScores
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class RequestState:
     num_scored: how many of its first pages have an attention mass, by which a draft view chooses.
     page_mass: that mass [num_layers, num_kv_heads, num_scored] on a CPU; None if num_scored is 0. A
     GPU keeps it in `slot`.
+    token_scores: of its first tokens, where a scorer chooses what its drafts read.
     timeline, room: set for a request that another server prefilled. room: SGLang's bootstrap room.
     """
 
@@ -66,6 +68,7 @@ class RequestState:
     slot: int = 0
     num_scored: int = 0
     page_mass: torch.Tensor | None = None
+    token_scores: TokenScores | None = None
     timeline: Timeline | None = None
     room: int | None = None
     ngrams: RequestNgrams | None = None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
+
+from sglang_kvspec.core.compressor import Allocation
 
 # Score of tokens that drafts read in any case: a scorer sets it, and tokens that no scorer has seen
 # have it.
 ALWAYS = float("inf")
 
-# Tokens that compete for the budget. head: those of one layer and KV head, so that all heads read
-# equally many. layer: those of all KV heads of a layer. model: those of all layers.
-Allocation = Literal["head", "layer", "model"]
+# Scorers import Allocation from here, too.
+__all__ = ["ALWAYS", "About", "Allocation", "LayerChunk", "Needs", "Rotary", "Scorer"]
 
 
 class About(NamedTuple):

@@ -53,6 +53,21 @@ LACKING: list[tuple[Options, str]] = [
         "self, ngram)",
     ),
     (
+        {"compressor": "random", "draft_view": "pages"},
+        "--kvspec-compressor random cannot be combined with --kvspec-draft-view pages (allowed: "
+        "auto): both choose what drafts read",
+    ),
+    (
+        {"compressor": "random", "drafter": "output_lookup"},
+        "--kvspec-compressor random cannot be combined with --kvspec-drafter output_lookup "
+        "(allowed: self, ngram): a compressor applies to drafts of the model itself only",
+    ),
+    (
+        {"compressor": "random:seed=1", "draft_len": 0},
+        "--kvspec-compressor random:seed=1 has no effect with --kvspec-draft-len 0 (allowed: auto, "
+        "1 or more)",
+    ),
+    (
         {"ngram_always": True},
         "--kvspec-ngram-always true has no effect with --kvspec-drafter self (allowed: ngram)",
     ),
@@ -125,6 +140,12 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         {"page_size": 128},
         True,
         "--page-size 128 cannot be combined with --kvspec-target int8 on a GPU (allowed: 64)",
+    ),
+    (
+        {"compressor": "random"},
+        DECODE,
+        False,
+        "--kvspec-compressor random is not supported on a decode server, which sees no prefill",
     ),
     (
         {"host_gb": 64.5},

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from sglang_kvspec.core.compressor import CompressorText
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
@@ -33,7 +34,7 @@ def wrong_values(flag: Flag) -> list[Any]:
             return ["zip", "", 4, choices[0].upper(), list(choices), True]
         case ChoiceOrFolder(choices=choices):
             return ["zip", "", 4, choices[0].upper(), list(choices), True]
-        case Name(registry=registry):
+        case Name(registry=registry) | CompressorText(registry=registry):
             first = next(iter(registry.built_in))
             return ["zip", "", 4, first.upper(), [first], True]
         case Integer(least=least, most=most):
@@ -56,6 +57,8 @@ def edge_values(flag: Flag) -> list[Any]:
             return [*choices, "./folder"]
         case Name(registry=registry, word=word):
             return [*registry.names(), *([] if word is None else [word])]
+        case CompressorText(registry=registry):
+            return [*registry.names(), "random:seed=3", "random:by=tokens,heads=model"]
         case Integer(least=least, most=most, word=word):
             return [least, most, *([] if word is None else [word])]
         case Number(least=least, most=most, is_above=is_above):
@@ -74,6 +77,8 @@ def words_of_the_range(flag: Flag) -> list[str]:
             return [*choices, "folder"]
         case Name(registry=registry, word=word):
             return [*registry.names(), *([] if word is None else [word])]
+        case CompressorText(registry=registry):
+            return list(registry.names())
         case Integer(least=least, most=most, word=word):
             return ["integer", str(least), str(most), *([] if word is None else [word])]
         case Number(least=least, most=most, unit=unit):
@@ -166,6 +171,7 @@ VALUE_TYPES = {
     Text: str,
     Name: str,
     ChoiceOrFolder: str,
+    CompressorText: str,
     Switch: bool,
 }
 

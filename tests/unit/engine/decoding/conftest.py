@@ -25,6 +25,7 @@ from sglang_kvspec.engine.ngram_drafter import NgramDrafter
 from sglang_kvspec.engine.observer import RoundObserver
 from sglang_kvspec.engine.overlap import NoOverlap
 from sglang_kvspec.engine.ports import Drafter, SchedulerParts, VerifyScheduler
+from sglang_kvspec.engine.prompt_repeats import PromptRepeats
 from sglang_kvspec.engine.proposed_steps import ProposedSteps
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.row_tokens import row_tokens
@@ -53,8 +54,11 @@ from sglang_kvspec.runtime.sampling import (
     choose_with_noise,
     distribution,
 )
+from sglang_kvspec.runtime.scored_tokens import ScoredTokens
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
+from sglang_kvspec.runtime.token_scorer import TokenScorer
+from sglang_kvspec.scorers.base import Scorer
 
 # Encoded pages of the longest request, including the page that its last tokens reach.
 LARGEST_PAGES = 7
@@ -151,6 +155,10 @@ def plain_decode(model: ToyModel, request: Request) -> Output:
     return Output(tokens[len(request.prompt) :], torch.stack(rows))
 
 
+# Positions of the toy model. A piece of a repeated prompt has 16 tokens or fewer.
+MOST_POSITIONS = 186
+
+
 class ToyForward:
     """The engine's ModelForward over the toy model and the reference attention. rows: of every
     forward of a round."""
@@ -204,10 +212,13 @@ class Engine:
         view: DraftView | None = None,
         with_ngrams: bool = False,
         skips_steps: bool = False,
+        token_scorer: Scorer | None = None,
+        by_tokens: bool = False,
     ) -> None:
         """drafter: replaces the model itself. with_ngrams: n-grams propose tokens to the model.
         skips_steps: where nothing is proposed to any request, ordinary steps follow to the end of
-        the round, as on a GPU."""
+        the round, as on a GPU. token_scorer: chooses a tenth of the pages that drafts read, or with
+        by_tokens of the tokens."""
         self.with_ngrams, self.skips_steps = with_ngrams, skips_steps
         self.kv, self.config, self.max_running = kv, config, max_running
         self.drafter, self.view = drafter, view
@@ -216,8 +227,17 @@ class Engine:
         if view is not None and view.num_queries:
             queries = self.forward.attention.keep_queries(view.num_queries)
             self.scorer = ReferenceScorer(kv, queries, view)
+        self.repeats: PromptRepeats | None = None
+        if token_scorer is not None:
+            self.view = ScoredTokens(
+                token_scorer.allocation, kv.geometry.page_size, by_tokens=by_tokens
+            )
+            self.scorer = TokenScorer(kv, token_scorer, None, 0)
+            self.forward.attention.show(self.scorer)
+            if self.scorer.needs_repeats:
+                self.repeats = PromptRepeats(self.forward, MOST_POSITIONS)
         # Without a budget of its own, a request reads all pages.
-        reads_all = view is None or not view.num_queries
+        reads_all = token_scorer is None and (view is None or not view.num_queries)
         self.budgets = OneBudget() if reads_all else OneBudget(0.1)
         self.keeper = PageKeeper(kv, config.recent_pages)
         self.sampler = SpecSampler(0, torch.device("cpu"))
@@ -331,6 +351,8 @@ class Engine:
             ngrams=request.ngrams,
         )
         self.budgets.choose([request.state])
+        if self.repeats is not None:
+            self.repeats.run(RoundBatch([request.state], [row.pages], [request]), [0])
         self.scorer.score([(0, request.state, row.pages)])
 
     def _run_round(self, running: list[Request]) -> RoundResult:
@@ -361,6 +383,8 @@ class Engine:
         full = request.state.committed_len // self.kv.geometry.page_size
         self.keeper.retire(torch.tensor(request.pages[:full], dtype=torch.int64))
         gone = [page for page in request.pages if page not in self.kept]
+        if isinstance(self.scorer, TokenScorer):
+            self.scorer.on_pages_freed(gone)
         self.kv.free_pages(gone)
         self.free_pages += gone
 

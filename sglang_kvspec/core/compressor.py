@@ -1,0 +1,84 @@
+"""The value of --kvspec-compressor: a scorer's name and its options."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.flag_kinds import Kind
+from sglang_kvspec.core.registry import Registry
+
+# Units in which drafts read what a scorer keeps.
+Unit = Literal["pages", "tokens"]
+# Tokens that compete for the budget. head: those of one layer and KV head, so that all heads read
+# equally many. layer: those of all KV heads of a layer. model: those of all layers. With several
+# ranks, only heads of one rank compete.
+Allocation = Literal["head", "layer", "model"]
+_OPTION = re.compile(r"([a-z_]+)=([^,=]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Compressor:
+    """A parsed value. by: units that drafts read. heads: heads among which tokens compete for the
+    budget, None for the scorer's own choice. options: the scorer's, by name, not converted yet."""
+
+    name: str
+    by: Unit
+    heads: Allocation | None
+    options: dict[str, str]
+
+
+def parse_compressor(text: str) -> Compressor:
+    """Parse NAME[:key=value,...]. Raises ConfigError for text of another form, an option that is
+    given twice, and wrong values of `by` and `heads`."""
+    name, colon, rest = text.partition(":")
+    options: dict[str, str] = {}
+    for part in rest.split(",") if colon else ():
+        match = _OPTION.fullmatch(part)
+        if match is None:
+            raise ConfigError(
+                "--kvspec-compressor must be NAME or NAME:key=value,key=value, got "
+                f"{text!r} with the part {part!r}"
+            )
+        key, value = match.groups()
+        if key in options:
+            raise ConfigError(f"--kvspec-compressor {text}: the option {key} is given twice")
+        options[key] = value
+    by, heads = options.pop("by", "pages"), options.pop("heads", None)
+    _check_word(text, "by", by, get_args(Unit))
+    if heads is not None:
+        _check_word(text, "heads", heads, get_args(Allocation))
+    return Compressor(name, by, heads, options)  # type: ignore[arg-type]
+
+
+def _check_word(text: str, key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(
+            f"--kvspec-compressor {text}: {key} must be one of {', '.join(allowed)}, got {value!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorText(Kind):
+    """Name of a scorer with options, see parse_compressor(). others: a seam whose names people may
+    take for scorers, and which another flag chooses."""
+
+    registry: Registry
+    others: Registry
+
+    def allows(self, value: object) -> bool:
+        """Raises ConfigError for text that is not a name with options."""
+        return isinstance(value, str) and parse_compressor(value).name in self.registry.names()
+
+    def demand(self, value: object) -> str:
+        name = str(value).partition(":")[0]
+        names = ", ".join(self.registry.names())
+        if name in self.others.names():
+            return f"must name one of {names}; {name} is a codec: write {self.others.flag} {name}"
+        return f"must name one of {names}, with options as in {self.metavar}"
+
+    def allowed(self, default: object) -> str:
+        ours = ", ".join(f"`{name}`" for name in sorted(self.registry.built_in))
+        return f"{ours}; more by entry points of `{self.registry.group}`"

@@ -1,0 +1,53 @@
+"""Prompts that the model reads a second time, for scorers that learn from that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.engine.ports import ModelForward
+from sglang_kvspec.kv.forward_plan import Row, RowKind
+from sglang_kvspec.runtime.request_state import RequestState
+
+# Tokens of a forward that repeats a part of a prompt.
+PIECE = 512
+# Tokens before a piece that its forward begins with, so that its first tokens are expected.
+LEAD = 8
+
+
+class PromptRepeats:
+    """Forwards behind a prefill that run the tokens of each prompt again, behind the prompt.
+
+    The model then attends to what it needs to reproduce the prompt (KVzip, section 3.1, which asks
+    for that in words; here the tokens follow without). Nothing of it is stored.
+    """
+
+    def __init__(self, forward: ModelForward, most_positions: int) -> None:
+        """most_positions: positions that the model allows."""
+        self._forward, self._most_positions = forward, most_positions
+
+    def run(self, batch: RoundBatch, complete: Iterable[int]) -> None:
+        """Repeat the prompts of requests `complete` of a batch, as far as positions behind them are
+        left. Leaves states as they are."""
+        for index in complete:
+            state = batch.states[index]
+            tokens = [*state.prompt, *state.output][: state.committed_len]
+            room = min(PIECE, self._most_positions - len(tokens))
+            for piece in _pieces(tokens, room):
+                again = RequestState(
+                    state.rid, len(tokens), piece[0], [], state.params, 1, drafts=piece[1:]
+                )
+                states = [*batch.states]
+                states[index] = again
+                row = Row(RowKind.REPEAT, len(tokens), len(piece), batch.pages[index])
+                repeated = RoundBatch(states, batch.pages, batch.handles, batch.source)
+                self._forward.run(repeated, {index: row})
+
+
+def _pieces(tokens: list[int], room: int) -> Iterable[list[int]]:
+    """Split tokens into pieces of at most `room`, each with a lead."""
+    step = room - LEAD
+    if step < 1:
+        return
+    for begin in range(0, len(tokens), step):
+        yield tokens[max(0, begin - LEAD) : begin + step]

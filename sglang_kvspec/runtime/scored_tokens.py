@@ -1,0 +1,51 @@
+"""Draft view of the tokens that a scorer keeps: --kvspec-compressor."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from sglang_kvspec.planning.draft_budget import ALL_PAGES
+from sglang_kvspec.runtime.request_state import RequestState
+from sglang_kvspec.scorers.base import Allocation
+
+
+class ScoredTokens:
+    """View of the tokens with the best scores, and of all tokens without one: those that the
+    request has generated since its scores were made."""
+
+    per_head: ClassVar[bool] = True
+    num_queries: ClassVar[int] = 0
+
+    def __init__(self, allocation: Allocation, page_size: int, *, by_tokens: bool) -> None:
+        """by_tokens: select single tokens instead of pages."""
+        self._allocation, self._page_size = allocation, page_size
+        self._unit = 1 if by_tokens else page_size
+
+    def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
+        """Return a mask of the tokens of the first num_pages pages, see Row.seen; None for all."""
+        if self._reads_all(state):
+            return None
+        assert state.token_scores is not None
+        kept = state.token_scores.kept(state.budget, self._allocation, self._unit)
+        num_tokens = num_pages * self._page_size
+        return F.pad(kept, (0, max(0, num_tokens - kept.shape[-1])), value=True)[..., :num_tokens]
+
+    def num_tokens(self, state: RequestState, num_pages: int) -> int:
+        """Return how many tokens of the first num_pages pages a draft reads with each head, apart
+        from tokens that are read in any case. Ranks agree on this number, while the heads of each
+        may have more of those."""
+        if self._reads_all(state):
+            return num_pages * self._page_size
+        assert state.token_scores is not None
+        scored = min(state.token_scores.scores.shape[-1], num_pages * self._page_size)
+        units = scored // self._unit
+        kept = min(math.ceil(state.budget * units), units) * self._unit
+        return num_pages * self._page_size - units * self._unit + kept
+
+    @staticmethod
+    def _reads_all(state: RequestState) -> bool:
+        return state.token_scores is None or state.budget == ALL_PAGES

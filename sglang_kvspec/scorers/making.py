@@ -1,0 +1,59 @@
+"""Scorers by the names and options that --kvspec-compressor takes."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+from sglang_kvspec.core.compressor import Compressor
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.seams import SCORERS
+from sglang_kvspec.scorers.base import Scorer
+
+# Types of a scorer's options.
+_KINDS = {int: "a whole number", float: "a number", str: "text"}
+
+
+def make_scorer(compressor: Compressor) -> Scorer:
+    """Make the scorer of a parsed --kvspec-compressor. Raises ConfigError for an option that it
+    does not have, for a value of another type, and where the scorer refuses its options."""
+    made = find_scorer(compressor.name)
+    known = options_of(made)
+    given: dict[str, Any] = {}
+    for key, text in compressor.options.items():
+        where = f"--kvspec-compressor {compressor.name}: the option {key}"
+        if key not in known:
+            allowed = ", ".join(sorted([*known, "by", "heads"]))
+            raise ConfigError(f"{where} does not exist (allowed: {allowed})")
+        try:
+            given[key] = known[key](text)
+        except ValueError:
+            raise ConfigError(f"{where} must be {_KINDS[known[key]]}, got {text!r}") from None
+    scorer: Scorer = made(**given)
+    return scorer
+
+
+def find_scorer(name: str) -> Any:
+    """Return the class of the scorer `name`. Raises ConfigError where there is none, or where the
+    entry point leads to something else."""
+    found = SCORERS.load(name)
+    if not (isinstance(found, type) and is_dataclass(found) and hasattr(found, "score")):
+        raise ConfigError(
+            f"--kvspec-compressor {name}: the entry point must lead to a frozen dataclass with a "
+            f"method score(), as sglang_kvspec.scorers.base.Scorer, got {found!r}"
+        )
+    return found
+
+
+def options_of(scorer: Any) -> dict[str, type]:
+    """Return the type of each option of a scorer's class. Raises ConfigError for a type that text
+    cannot be converted to."""
+    hints = get_type_hints(scorer)
+    kinds = {field.name: hints[field.name] for field in fields(scorer) if field.init}
+    for name, kind in kinds.items():
+        if kind not in _KINDS:
+            raise ConfigError(
+                f"the option {name} of the scorer {scorer.__name__} must be an int, a float or a "
+                f"str, got {kind!r}"
+            )
+    return kinds

@@ -1,0 +1,60 @@
+"""Drafts that read what a compressor keeps, on a real server: every answer is plain SGLang's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from harness.client import GenerateClient
+from harness.models import DEMO_MODEL
+from harness.plugin_folders import PLUGINS, python_path_with
+from harness.references import PlainReference, Setting, Workload
+from harness.servers import ServerSwitch
+from harness.suite import run_one_by_one
+
+from sglang_kvspec.adapters.model_check import check_model, model_config_of
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import UnsupportedError
+
+pytestmark = pytest.mark.server
+
+# Lengths that end a page, that begin one, and of several chunks.
+WORKLOAD = Workload(DEMO_MODEL, (128, 193, 700, 1500), max_new_tokens=64)
+FAMILIES = False
+
+
+def served_with(servers: ServerSwitch, compressor: str, schedule: str) -> GenerateClient:
+    flags = (
+        f"--kvspec-compressor={compressor}",
+        "--kvspec-draft-budget=0.1",
+        "--chunked-prefill-size=512",
+    )
+    spec = Setting("exact", "uniform4", schedule).server(DEMO_MODEL, *flags)
+    return servers.use(replace(spec, environment=(("PYTHONPATH", python_path_with(PLUGINS)),)))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "schedule"),
+    [("random:seed=7,by=tokens,heads=layer", "rounds"), ("checked_inputs:power=1", "staggered")],
+)
+def test_a_compressor_serves_losslessly(
+    servers: ServerSwitch, reference: PlainReference, compressor: str, schedule: str
+) -> None:
+    client = served_with(servers, compressor, schedule)
+    # The second time, prompts are cached prefixes, whose scores are known.
+    for _ in range(2):
+        reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
+    report = client.kvspec_report()
+    assert report["config"]["compressor"] == compressor
+    assert report["counters"]["drafted"] > report["counters"]["accepted"] > 0
+    # A tenth of the prompt's pages, and the tokens behind it.
+    assert 0.1 < report["draft_reads"]["share"] < 0.5
+    assert report["draft_reads"]["selection_ms"] > 0
+
+
+def test_a_gpu_refuses_compressors() -> None:
+    model = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
+    config = KVSpecConfig(compressor="random")
+    check_model(config, model, 64)
+    with pytest.raises(UnsupportedError, match=r"compressor random serves on a CPU only"):
+        check_model(config, model, 64, on_gpu=True)

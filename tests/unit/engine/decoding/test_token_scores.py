@@ -1,0 +1,199 @@
+"""Drafts that read what a scorer keeps: output stays exact, and scorers see the right tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kvspec_testkit.doc_examples import load_example
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.engine.prompt_repeats import LEAD
+from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.scorers.base import ALWAYS, About, Needs
+from sglang_kvspec.scorers.random_tokens import RandomTokens
+
+LAYERS = 2
+GREEDY = SamplingParams(top_k=1)
+SEEDED = SamplingParams(temperature=0.8, top_k=12, top_p=0.95, seed=11)
+ABOUT = About("of a test", "", "")
+
+
+def requests(toy):
+    rng = torch.Generator().manual_seed(5)
+    asked = [(170, 30, GREEDY), (130, 25, SEEDED), (64, 20, GREEDY), (5, 40, SEEDED)]
+    return [
+        toy.Request(torch.randint(toy.vocab, (n,), generator=rng).tolist(), new, params)
+        for n, new, params in asked
+    ]
+
+
+@dataclass(frozen=True)
+class KeepsNothing:
+    about: ClassVar[About] = ABOUT
+    needs: ClassVar[Needs] = Needs()
+    allocation: ClassVar[str] = "model"
+
+    def score(self, chunk):
+        return torch.full((chunk.keys.shape[1], chunk.end), -ALWAYS)
+
+
+@dataclass(frozen=True)
+class KeepsTheWrongHalf:
+    """Keep what the newest query attends to least."""
+
+    about: ClassVar[About] = ABOUT
+    needs: ClassVar[Needs] = Needs(drafting=True)
+    allocation: ClassVar[str] = "head"
+
+    def score(self, chunk):
+        heads = chunk.keys.shape[1]
+        q = chunk.queries[-1].view(heads, -1, chunk.keys.shape[-1]).mean(1)
+        return -torch.einsum("hd,nhd->hn", q, chunk.keys) * chunk.scale
+
+
+@dataclass(frozen=True)
+class ChangesItsMind:
+    """Keep other tokens after each verification, and all of some heads."""
+
+    about: ClassVar[About] = ABOUT
+    needs: ClassVar[Needs] = Needs(drafting=True, repeats=True)
+    allocation: ClassVar[str] = "layer"
+
+    def score(self, chunk):
+        rng = torch.Generator().manual_seed(chunk.end * 7 + chunk.layer)
+        scores = torch.rand((chunk.keys.shape[1], chunk.end), generator=rng)
+        scores[chunk.end % 2] = ALWAYS
+        return scores
+
+
+EXAMPLE = load_example("new-compressor.md")
+SCORERS = {
+    "random": (RandomTokens(), False),
+    "keeps nothing": (KeepsNothing(), True),
+    "keeps the wrong half": (KeepsTheWrongHalf(), True),
+    "changes its mind": (ChangesItsMind(), False),
+    "example of the documentation": (EXAMPLE.LargeValues(), False),
+}
+
+
+@pytest.mark.parametrize("schedule", ["Engine", "RoundEngine"])
+@pytest.mark.parametrize(("scorer", "by_tokens"), SCORERS.values(), ids=SCORERS)
+def test_output_is_that_of_plain_decoding(toy, scorer, by_tokens, schedule):
+    plain = [toy.plain_decode(toy.model, request) for request in requests(toy)]
+    kv = toy.kv(num_pages=32, window_pages=24, cache_pages=8)
+    options = {"token_scorer": scorer, "by_tokens": by_tokens}
+    engine = getattr(toy, schedule)(kv, toy.model, KVSpecConfig(), **options)
+    toy.assert_same_output(engine.serve(requests(toy), chunk=50), plain)
+    masks = [row.mask for rows in engine.forward.rows for row in rows if row.mask is not None]
+    assert masks, "no draft has read a part"
+    assert not all(mask.all() for mask in masks)
+
+
+@dataclass(frozen=True)
+class Watching:
+    """Note chunks, and give each token its position as score."""
+
+    about: ClassVar[About] = ABOUT
+    needs: ClassVar[Needs] = Needs(drafting=True, repeats=True)
+    allocation: ClassVar[str] = "head"
+
+    seen: list = field(default_factory=list, compare=False)
+
+    def score(self, chunk):
+        count = int(chunk.memory.get("count", torch.zeros(())))
+        self.seen.append((chunk, count, chunk.scores.clone()))
+        chunk.memory["count"] = torch.tensor(count + 1)
+        return torch.arange(chunk.end).float().expand(chunk.keys.shape[1], -1)
+
+
+def dense_tensors(toy, tokens, positions):
+    """Return (q, k, v) of every layer of a dense forward."""
+    found = []
+
+    def attend(layer, q, k, v):
+        found.append((q, k, v))
+        return toy.dense(q, k, v, 0)
+
+    toy.model.logits(tokens, positions, attend)
+    return found
+
+
+def test_a_scorer_sees_what_a_dense_forward_computes(toy):
+    scorer, (request,) = Watching(), requests(toy)[:1]
+    engine = toy.RoundEngine(
+        toy.kv(num_pages=32, window_pages=24, cache_pages=8),
+        toy.model,
+        KVSpecConfig(),
+        token_scorer=scorer,
+    )
+    engine.serve([request], chunk=50)
+    prompt_len, tokens = len(request.prompt), [*request.prompt, *request.state.output]
+    whole = dense_tensors(toy, tokens, list(range(len(tokens))))
+    kinds = {"prefill": 0, "repeat": 0, "verified": 0}
+    asked, repeated, own = [0, 0], [], None
+    for chunk, count, before in scorer.seen:
+        assert torch.equal(before, torch.arange(chunk.start).float().expand(2, -1))
+        assert count == asked[chunk.layer]
+        asked[chunk.layer] += 1
+        if chunk.layer == 0:
+            own = None
+            if chunk.start == prompt_len and len(repeated) < prompt_len:
+                # Prompt tokens at positions behind the prompt.
+                begin = max(0, len(repeated) - LEAD)
+                again = tokens[begin : begin + len(chunk.queries)]
+                repeated += tokens[len(repeated) : begin + len(again)]
+                own = dense_tensors(toy, [*request.prompt, *again], list(range(chunk.end)))
+        q, k, v = (own or whole)[chunk.layer]
+        kind = "prefill" if chunk.end <= prompt_len else "repeat" if own else "verified"
+        kinds[kind] += 1
+        assert chunk.prompt_len == min(chunk.end, prompt_len)
+        wanted = (q[chunk.start : chunk.end], k[: chunk.end], v[: chunk.end])
+        for found, expected in zip((chunk.queries, chunk.keys, chunk.values), wanted, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert repeated == request.prompt
+    assert kinds["prefill"] == LAYERS * 4
+    assert kinds["verified"] > LAYERS * 2
+
+
+def test_a_cached_prefix_keeps_its_scores_until_its_pages_are_freed(toy):
+    scorer = Watching()
+    kv = toy.kv(num_pages=32, window_pages=24, cache_pages=8)
+    engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), token_scorer=scorer)
+    first, second, third = (requests(toy)[0] for _ in range(3))
+    engine.kept = set(range(1, 33))
+    engine.serve([first])
+    size = kv.geometry.page_size
+    second.pages = first.pages[:3]
+    scorer.seen.clear()
+    engine.serve([second])
+    before = scorer.seen[0][2]
+    assert torch.equal(before, torch.arange(3 * size).float().expand(2, -1))
+    engine.scorer.on_pages_freed(first.pages[1:2])
+    third.pages = first.pages[:3]
+    scorer.seen.clear()
+    engine.serve([third])
+    before = scorer.seen[0][2]
+    assert before[:, size : 2 * size].eq(ALWAYS).all()
+    assert before[:, :size].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.full((2, 170), torch.nan), torch.zeros(2, 169), torch.zeros(1, 170)]
+)
+def test_wrong_scores_are_refused(toy, wrong):
+    @dataclass(frozen=True)
+    class Wrong:
+        about: ClassVar[About] = ABOUT
+        needs: ClassVar[Needs] = Needs()
+        allocation: ClassVar[str] = "head"
+
+        def score(self, chunk):
+            return wrong
+
+    engine = toy.RoundEngine(toy.kv(), toy.model, KVSpecConfig(), token_scorer=Wrong())
+    with pytest.raises(UnsupportedError, match=r"Wrong must return \[2, 170\] scores without NaN"):
+        engine.serve(requests(toy)[:1])
