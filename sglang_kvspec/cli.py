@@ -60,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor(others)
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if args.command == "compressors":
+        print_compressors(as_json=args.json)
+        return 0
     try:
         plan(args)
     except ConfigError as error:
@@ -86,6 +89,28 @@ def doctor(arguments: Sequence[str]) -> int:
         return 1
     console.print("KVSpec can serve here.")
     return 0
+
+
+def print_compressors(*, as_json: bool) -> None:
+    """Print every scorer and codec with what it keeps, and the flag that chooses it."""
+    # Late: scorers import torch, which `plan` does without.
+    from sglang_kvspec.compressors import list_methods
+
+    methods = list_methods()
+    if as_json:
+        print(json.dumps(methods, indent=1))
+        return
+    table = Table(title="Methods that choose, or compress, what drafts read")
+    for heading in ("flag", "method", "what drafts read", "cost", "options"):
+        table.add_column(heading, no_wrap=heading == "flag")
+    for method in methods:
+        if "problem" in method:
+            table.add_row(method["flag"], escape(method["problem"]), "", "", "")
+            continue
+        options = ", ".join(f"{key}={value}" for key, value in method["options"].items())
+        cells = (method["flag"], method["paper"], method["keeps"], method["cost"], options)
+        table.add_row(*map(escape, cells))
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False).print(table)
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -263,6 +288,10 @@ def _parser() -> argparse.ArgumentParser:
         help="check this machine, its SGLang and a model, and print each problem",
         usage="%(prog)s [--model-path MODEL] [flags of sglang.launch_server]",
     )
+    listing = commands.add_parser(
+        "compressors", help="list the methods that choose, or compress, what drafts read"
+    )
+    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
     planning = commands.add_parser("plan", help="forecast throughput of a model on a GPU")
     add = planning.add_argument
     add("--model", type=Path, required=True, help="local config.json of a model, or its folder")

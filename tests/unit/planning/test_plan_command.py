@@ -122,3 +122,15 @@ def test_wrong_input_is_one_sentence_and_code_2(arguments, words):
     assert done.stderr.startswith("sglang-kvspec: ")
     assert done.stderr.count("\n") == 1
     assert not done.stdout
+
+
+def test_compressors_are_listed_with_their_flags():
+    done = run("compressors")
+    assert done.returncode == 0, done.stderr
+    assert "--kvspec-compressor random" in done.stdout
+    assert "--kvspec-codec uniform4" in done.stdout
+    methods = json.loads(run("compressors", "--json").stdout)
+    (control,) = [method for method in methods if method["name"] == "random"]
+    assert control["options"] == {"seed": 0}
+    assert control["flag"] == "--kvspec-compressor random"
+    assert all(method.get("problem") is None for method in methods)

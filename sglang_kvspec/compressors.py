@@ -1,0 +1,56 @@
+"""List of the methods that compress what drafts read, for `sglang-kvspec compressors`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import MISSING, fields
+from typing import Any
+
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.registry import Registry
+from sglang_kvspec.core.seams import CODECS, SCORERS
+
+
+def list_methods() -> list[dict[str, Any]]:
+    """Return what is known of every scorer and codec, built in or of another package: name, kind,
+    flag, paper, keeps, cost, options with their defaults. `problem` takes the place of all but
+    name, kind and flag for a method that cannot be imported."""
+    return [
+        *(_described("scorer", SCORERS, name) for name in SCORERS.names()),
+        *(_described("codec", CODECS, name) for name in CODECS.names()),
+    ]
+
+
+def _title_of(codec: Any) -> str:
+    """Return the first line of the docstring of a codec's module."""
+    line = (sys.modules[codec.__module__].__doc__ or "").strip().partition("\n")[0]
+    return line.removeprefix("Declaration of ").rstrip(".")
+
+
+def _described(kind: str, registry: Registry, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": name, "kind": kind, "flag": f"{registry.flag} {name}"}
+    try:
+        made = registry.load(name)
+    except ConfigError as error:
+        return {**found, "problem": str(error)}
+    if kind == "codec":
+        return {
+            **found,
+            "paper": _title_of(made),
+            "keeps": f"all tokens, in {', '.join(map(str, made.bit_choices))} bits",
+            "cost": "on a GPU and a CPU" if made.has_kernels else "on a CPU only",
+            "options": {},
+        }
+    options = {
+        field.name: None if field.default is MISSING else field.default
+        for field in fields(made)
+        if field.init
+    }
+    about = made.about
+    return {
+        **found,
+        "paper": about.paper,
+        "keeps": about.keeps,
+        "cost": about.cost,
+        "options": options,
+    }
