@@ -29,7 +29,7 @@ def served_with(servers: ServerSwitch, compressor: str, schedule: str) -> Genera
         "--kvspec-draft-budget=0.1",
         "--chunked-prefill-size=512",
     )
-    spec = Setting("exact", "uniform4", schedule).server(DEMO_MODEL, *flags)
+    spec = Setting("exact", "uniform4", schedule, "auto").server(DEMO_MODEL, *flags)
     return servers.use(replace(spec, environment=(("PYTHONPATH", python_path_with(PLUGINS)),)))
 
 

@@ -116,3 +116,41 @@ def test_heads_of_layers_read_pages_of_their_own(make_kv, attention_lab, assert_
         mine = slice(2 * head, 2 * head + 2)
         q = story.q[layer, position : position + 1, mine]
         assert_attention(out[layer][:, mine], attention_lab.dense(q, k, v, len(k) - 1))
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_heads_of_layers_read_tokens_of_their_own(make_kv, attention_lab, assert_attention, length):
+    size, position = 32, 5 * 32 + 7
+    kv = make_kv(page_size=size, num_layers=2)
+    story = attention_lab.Story(kv, PAGES, 6 * size, group=2)
+    attention_lab.Driver(kv, recent_pages=2).prefill(story, [0, position])
+    mask = torch.rand((2, 2, 5 * size), generator=torch.Generator().manual_seed(3)) < 0.2
+    # One head reads no past token at all.
+    mask[1, 0] = False
+    end = position + length
+    row = Row(RowKind.DRAFT, position, length, story.pages_to(end), seen=mask)
+    (out,) = attention_lab.Driver(kv).forward((story, row))
+    for layer, head in torch.cartesian_prod(torch.arange(2), torch.arange(2)).tolist():
+        past = mask[layer, head].nonzero().flatten().tolist()
+        tokens = [*past, *range(5 * size, end)]
+        k, v = (part[tokens, head : head + 1] for part in anchors_and_window(kv, story, layer, end))
+        mine = slice(2 * head, 2 * head + 2)
+        q = story.q[layer, position:end, mine]
+        wanted = attention_lab.dense(q, k, v, len(k) - length)
+        assert_attention(out[layer][:, mine], wanted)
+
+
+def test_a_repeat_row_reads_the_target_and_writes_nothing(make_kv, attention_lab, assert_attention):
+    kv = make_kv(page_size=32)
+    story = attention_lab.Story(kv, PAGES, 160, group=2)
+    driver = attention_lab.Driver(kv)
+    driver.prefill(story, [0, 100])
+    encoded = [kv.is_encoded(page) for page in PAGES]
+    before = [part.clone() for part in kv.window.read(0, story.pages[3:4])]
+    row = Row(RowKind.REPEAT, 100, 40, story.pages_to(100))
+    (out,) = driver.forward((story, row))
+    assert_attention(out[0], attention_lab.target_attention(kv, story, 0)[100:140])
+    assert [kv.is_encoded(page) for page in PAGES] == encoded
+    for part, old in zip(kv.window.read(0, story.pages[3:4]), before, strict=True):
+        torch.testing.assert_close(part, old, atol=0, rtol=0, equal_nan=True)
+    kv.check_integrity()

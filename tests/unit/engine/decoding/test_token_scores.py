@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -16,6 +19,7 @@ from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.scorers.base import ALWAYS, About, Needs
 from sglang_kvspec.scorers.random_tokens import RandomTokens
 
+PLUGINS = Path(__file__).parents[3] / "plugins"
 LAYERS = 2
 GREEDY = SamplingParams(top_k=1)
 SEEDED = SamplingParams(temperature=0.8, top_k=12, top_p=0.95, seed=11)
@@ -31,51 +35,23 @@ def requests(toy):
     ]
 
 
-@dataclass(frozen=True)
-class KeepsNothing:
-    about: ClassVar[About] = ABOUT
-    needs: ClassVar[Needs] = Needs()
-    allocation: ClassVar[str] = "model"
-
-    def score(self, chunk):
-        return torch.full((chunk.keys.shape[1], chunk.end), -ALWAYS)
-
-
-@dataclass(frozen=True)
-class KeepsTheWrongHalf:
-    """Keep what the newest query attends to least."""
-
-    about: ClassVar[About] = ABOUT
-    needs: ClassVar[Needs] = Needs(drafting=True)
-    allocation: ClassVar[str] = "head"
-
-    def score(self, chunk):
-        heads = chunk.keys.shape[1]
-        q = chunk.queries[-1].view(heads, -1, chunk.keys.shape[-1]).mean(1)
-        return -torch.einsum("hd,nhd->hn", q, chunk.keys) * chunk.scale
-
-
-@dataclass(frozen=True)
-class ChangesItsMind:
-    """Keep other tokens after each verification, and all of some heads."""
-
-    about: ClassVar[About] = ABOUT
-    needs: ClassVar[Needs] = Needs(drafting=True, repeats=True)
-    allocation: ClassVar[str] = "layer"
-
-    def score(self, chunk):
-        rng = torch.Generator().manual_seed(chunk.end * 7 + chunk.layer)
-        scores = torch.rand((chunk.keys.shape[1], chunk.end), generator=rng)
-        scores[chunk.end % 2] = ALWAYS
-        return scores
+def plug_in(class_name):
+    """Return a scorer of tests/plugins."""
+    path = PLUGINS / "adversarial_scorers.py"
+    spec = importlib.util.spec_from_file_location("adversarial_scorers", path)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses with slots are looked up by the name of their module.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, class_name)()
 
 
 EXAMPLE = load_example("new-compressor.md")
 SCORERS = {
     "random": (RandomTokens(), False),
-    "keeps nothing": (KeepsNothing(), True),
-    "keeps the wrong half": (KeepsTheWrongHalf(), True),
-    "changes its mind": (ChangesItsMind(), False),
+    "keeps nothing": (plug_in("KeepsNothing"), True),
+    "keeps the wrong half": (plug_in("KeepsTheWrongHalf"), True),
+    "changes its mind": (plug_in("ChangesItsMind"), False),
     "example of the documentation": (EXAMPLE.LargeValues(), False),
 }
 
