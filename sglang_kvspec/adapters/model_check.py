@@ -24,6 +24,17 @@ GPU_HEAD_SIZES: Mapping[Target, tuple[int, ...]] = {
     "int8": tuple(size for size in TRITON_ATTENTION.head_dims if size in INT8_HEAD_SIZES),
 }
 
+# What KVSpec lacks for the models that it refuses. docs/reference/limits.md says more.
+NEEDED: Mapping[str, str] = {
+    "MLA attention": "anchors of latents that K and V share, and kernels that read them",
+    "sliding-window attention": "a second pool for the layers with windows",
+    "Mamba or linear attention": "a snapshot of the layers' state for every draft",
+    "an encoder-decoder architecture": "cross attention over a second cache",
+    "image or audio input": "positions and embeddings of inputs that are not tokens",
+    "no generation (embedding or reward)": "tokens to draft",
+    "soft-capped attention logits": "the cap in every attention kernel",
+}
+
 
 def check_model(
     config: KVSpecConfig,
@@ -54,8 +65,9 @@ def check_model(
     for kind, present in kinds.items():
         if present:
             raise UnsupportedError(
-                f"--kvspec cannot serve {model.model_path}: the model has {kind} (allowed: "
-                "decoder-only models with full multi-head or grouped-query attention)"
+                f"--kvspec cannot serve {model.model_path}: the model has {kind}, which would need "
+                f"{NEEDED[kind]} (allowed: decoder-only models with full multi-head or "
+                "grouped-query attention)"
             )
     if model.v_head_dim != model.head_dim:
         raise UnsupportedError(

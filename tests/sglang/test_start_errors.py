@@ -409,11 +409,24 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
             "v_head_dim": 128,
             "n_routed_experts": 4,
         },
-        "MLA",
+        "MLA attention, which would need anchors of latents",
     ),
     "sliding": (
         {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 512},
-        "sliding-window",
+        "sliding-window attention, which would need a second pool",
+    ),
+    "alternating": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "sliding_window": 512,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+        "sliding-window attention, which would need a second pool",
+    ),
+    "soft_caps": (
+        {"attn_logit_softcapping": 50.0},
+        "soft-capped attention logits, which would need the cap",
     ),
     "mamba": (
         {
@@ -423,11 +436,11 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
             "mamba_n_heads": 4,
             "mamba_d_state": 16,
         },
-        "Mamba",
+        "Mamba or linear attention, which would need a snapshot",
     ),
     "encoder_decoder": (
         {"architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama"},
-        "encoder-decoder",
+        "encoder-decoder architecture, which would need cross attention",
     ),
     "head_size": ({"head_dim": 20}, "head size must be a multiple of 16"),
 }
