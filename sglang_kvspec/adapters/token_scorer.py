@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sglang_kvspec.adapters.compat.attention import RadixAttention
+from sglang_kvspec.adapters.compat.runtime_context import get_parallel
 from sglang_kvspec.core.compressor import Compressor
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
@@ -34,6 +35,9 @@ def make_token_scorer(
     made = TokenScorer(attention.kv, scorer, rotary, first_kv_head)
     if needs.hidden:
         made.show_hidden(_watch_inputs(blocks, runner.token_to_kv_pool.start_layer))
+    model = runner.model_config
+    num_ranks = get_parallel().attn_tp_size
+    made.try_out(model.num_attention_heads // num_ranks, model.hidden_size)
     attention.show(made)
     runner.token_to_kv_pool.freed_listeners.append(made.on_pages_freed)
     return made

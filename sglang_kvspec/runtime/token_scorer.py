@@ -15,6 +15,8 @@ from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.token_scores import TokenScores
 from sglang_kvspec.scorers.base import ALWAYS, LayerChunk, Rotary, Scorer
 
+# Tokens of a trial at the start.
+TRIED_TOKENS = 8
 Memory = list[dict[str, torch.Tensor]]
 
 
@@ -57,6 +59,34 @@ class TokenScorer:
         """Take inputs of attention layers from a mapping that is filled before each layer attends:
         [num_tokens, hidden_size] of the whole forward, by layer."""
         self._hidden = hidden
+
+    def try_out(self, num_heads: int, hidden_size: int) -> None:
+        """Score a few random tokens in every layer, so that a scorer which does not fit the model
+        stops the start. num_heads: query heads of this rank. Raises what the scorer raises, and
+        UnsupportedError for scores of another form."""
+        geometry = self._kv.geometry
+        rng = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=rng).to(geometry.dtype)
+
+        for layer in range(geometry.num_layers):
+            keys = random(2, TRIED_TOKENS, geometry.num_kv_heads, geometry.head_dim)
+            chunk = LayerChunk(
+                layer=layer,
+                first_kv_head=self._first_kv_head,
+                start=0,
+                prompt_len=TRIED_TOKENS,
+                queries=random(TRIED_TOKENS, num_heads, geometry.head_dim),
+                scale=geometry.head_dim**-0.5,
+                keys=keys[0],
+                values=keys[1],
+                scores=torch.empty(geometry.num_kv_heads, 0),
+                memory={},
+                hidden=random(TRIED_TOKENS, hidden_size) if self._scorer.needs.hidden else None,
+                rotary=self._rotary,
+            )
+            self._ask(chunk)
 
     # Observer of forwards
 

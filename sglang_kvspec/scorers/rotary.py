@@ -13,7 +13,8 @@ class TableRotary:
 
     cos_sin: [num_positions, rotary_dim], first the cosine, then the sine of every angle. Channels
     from rotary_dim on are not rotated. in_halves: channel i is rotated with channel i +
-    rotary_dim / 2; otherwise neighbours are rotated with each other.
+    rotary_dim / 2; otherwise neighbours are rotated with each other. Positions beyond the table
+    turn like its last one.
     """
 
     cos_sin: torch.Tensor
@@ -26,7 +27,8 @@ class TableRotary:
         return self._turned(x, positions, -1)
 
     def _turned(self, x: torch.Tensor, positions: torch.Tensor, sign: int) -> torch.Tensor:
-        cos, sin = self.cos_sin[positions].to(x.dtype)[:, None].chunk(2, dim=-1)
+        known = positions.clamp(max=len(self.cos_sin) - 1)
+        cos, sin = self.cos_sin[known].to(x.dtype)[:, None].chunk(2, dim=-1)
         sin = sin * sign
         dim = self.cos_sin.shape[1]
         turned, rest = x[..., :dim], x[..., dim:]

@@ -25,3 +25,11 @@ def test_channels_turn_by_their_angles(in_halves, rotary_dim):
             torch.testing.assert_close(got[token][:, places], torch.view_as_real(wanted))
     assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
     torch.testing.assert_close(rotary.unrotate(got, positions), x)
+
+
+def test_positions_beyond_the_table_turn_like_the_last():
+    angles = torch.rand((9, 8), generator=torch.Generator().manual_seed(2))
+    rotary = TableRotary(torch.cat((angles.cos(), angles.sin()), -1), in_halves=True)
+    x = torch.ones((2, 1, 16))
+    far, last = rotary.rotate(x, torch.tensor([8, 500]))
+    assert torch.equal(far, last)

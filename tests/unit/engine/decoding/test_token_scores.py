@@ -173,3 +173,17 @@ def test_wrong_scores_are_refused(toy, wrong):
     engine = toy.RoundEngine(toy.kv(), toy.model, KVSpecConfig(), token_scorer=Wrong())
     with pytest.raises(UnsupportedError, match=r"Wrong must return \[2, 170\] scores without NaN"):
         engine.serve(requests(toy)[:1])
+    # A scorer that does not fit the model is found before any request.
+    with pytest.raises(UnsupportedError, match=r"Wrong must return \[2, 8\] scores"):
+        engine.scorer.try_out(num_heads=4, hidden_size=64)
+
+
+def test_a_trial_shows_what_a_scorer_asks_for(toy):
+    scorer = Watching()
+    engine = toy.RoundEngine(toy.kv(), toy.model, KVSpecConfig(), token_scorer=scorer)
+    engine.scorer.try_out(num_heads=4, hidden_size=64)
+    assert [chunk.layer for chunk, _, _ in scorer.seen] == list(range(LAYERS))
+    for chunk, _, before in scorer.seen:
+        assert chunk.queries.shape == (8, 4, 16)
+        assert chunk.keys.shape == chunk.values.shape == (8, 2, 16)
+        assert before.shape == (2, 0)
