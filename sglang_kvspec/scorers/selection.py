@@ -21,7 +21,9 @@ def kept_tokens(
     """
     num_layers, num_heads, num_tokens = scores.shape
     by_unit = scores.reshape(num_layers, num_heads, -1, unit)
-    sums = torch.where(by_unit == ALWAYS, 0.0, by_unit).sum(-1)
+    # Finite sums, so that units that are read in any case rank below all others.
+    lowest = torch.finfo(scores.dtype).min
+    sums = torch.where(by_unit == ALWAYS, 0.0, by_unit).sum(-1).clamp(min=lowest)
     always = (by_unit == ALWAYS).any(-1)
     num_units = num_tokens // unit
     # Units of one row compete with one another.
