@@ -41,7 +41,11 @@ class Needs(NamedTuple):
 
 
 class Rotary(Protocol):
-    """Rotary position embedding of a model. x: [n, heads, head_dim]; positions: [n] int64."""
+    """Rotary position embedding of a model, linear in x.
+
+    x: [n, heads, head_dim] of any dtype, which the result has, and with any number of heads.
+    positions: [n] int64, also beyond the model's context length, as scorers look ahead.
+    """
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return x at these positions."""
