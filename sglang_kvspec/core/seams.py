@@ -34,7 +34,17 @@ DRAFT_VIEWS = Registry(
 SCORERS = Registry(
     "sglang_kvspec.scorers",
     "--kvspec-compressor",
-    {"random": "sglang_kvspec.scorers.random_tokens:RandomTokens"},
+    {
+        "duo": "sglang_kvspec.scorers.duo:DuoAttention",
+        "expected": "sglang_kvspec.scorers.expected_attention:ExpectedAttention",
+        "h2o": "sglang_kvspec.scorers.h2o:H2O",
+        "kvzap": "sglang_kvspec.scorers.kvzap:KVzap",
+        "kvzip": "sglang_kvspec.scorers.kvzip:KVzip",
+        "random": "sglang_kvspec.scorers.random_tokens:RandomTokens",
+        "snapkv": "sglang_kvspec.scorers.snapkv:SnapKV",
+        "streaming": "sglang_kvspec.scorers.streaming:StreamingLLM",
+        "tova": "sglang_kvspec.scorers.tova:TOVA",
+    },
 )
 TARGET_ATTENTIONS = Registry(
     "sglang_kvspec.target_attentions",
