@@ -38,6 +38,7 @@ SCORERS = Registry(
         "duo": "sglang_kvspec.scorers.duo:DuoAttention",
         "expected": "sglang_kvspec.scorers.expected_attention:ExpectedAttention",
         "h2o": "sglang_kvspec.scorers.h2o:H2O",
+        "kvpress": "sglang_kvspec.scorers.press:PressScorer",
         "kvzap": "sglang_kvspec.scorers.kvzap:KVzap",
         "kvzip": "sglang_kvspec.scorers.kvzip:KVzip",
         "random": "sglang_kvspec.scorers.random_tokens:RandomTokens",
