@@ -21,15 +21,21 @@ class TableRotary:
     in_halves: bool
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._turned(x, positions, 1)
+        cos, sin = self._at(positions, x.dtype)
+        return self._turned(x, cos, sin)
 
     def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._turned(x, positions, -1)
+        cos, sin = self._at(positions, x.dtype)
+        # Tables of some models, such as YaRN's, hold a factor besides the angle.
+        length = cos.square() + sin.square()
+        return self._turned(x, cos / length, -sin / length)
 
-    def _turned(self, x: torch.Tensor, positions: torch.Tensor, sign: int) -> torch.Tensor:
+    def _at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         known = positions.clamp(max=len(self.cos_sin) - 1)
-        cos, sin = self.cos_sin[known].to(x.dtype)[:, None].chunk(2, dim=-1)
-        sin = sin * sign
+        cos, sin = self.cos_sin[known].to(dtype)[:, None].chunk(2, dim=-1)
+        return cos, sin
+
+    def _turned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         dim = self.cos_sin.shape[1]
         turned, rest = x[..., :dim], x[..., dim:]
         if self.in_halves:
