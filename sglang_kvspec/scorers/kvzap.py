@@ -55,8 +55,7 @@ class KVzap:
     def score(self, chunk: LayerChunk) -> torch.Tensor:
         """Return scores as Scorer says. Raises ConfigError for a surrogate of another model."""
         assert chunk.hidden is not None
-        num_kv_heads = chunk.keys.shape[1]
-        weight, bias = self._of_heads(chunk, num_kv_heads)
+        weight, bias = self._of_heads(chunk, chunk.hidden)
         logs = torch.addmm(bias, chunk.hidden.float(), weight.T).T
         # Tokens of the former window, which have been given ALWAYS, get their scores now.
         pending = chunk.memory.get("logs", logs[:, :0])
@@ -67,18 +66,16 @@ class KVzap:
         scores[:, -self.window :] = ALWAYS
         return scores
 
-    def _of_heads(self, chunk: LayerChunk, num_kv_heads: int) -> _Layer:
-        """Return the layer's surrogate of the chunk's KV heads, on its device."""
-        assert chunk.hidden is not None
-        heads = slice(chunk.first_kv_head, chunk.first_kv_head + num_kv_heads)
-        num_layers = len(_read_layers(self.file))
-        if chunk.layer < num_layers:
-            weight, bias = _layer_on(self.file, chunk.layer, chunk.hidden.device)
-            if heads.stop <= len(weight) and chunk.hidden.shape[1] == weight.shape[1]:
+    def _of_heads(self, chunk: LayerChunk, hidden: torch.Tensor) -> _Layer:
+        """Return the layer's surrogate of the chunk's KV heads, on the device of hidden."""
+        heads = slice(chunk.first_kv_head, chunk.first_kv_head + chunk.keys.shape[1])
+        if chunk.layer < len(_read_layers(self.file)):
+            weight, bias = _layer_on(self.file, chunk.layer, hidden.device)
+            if heads.stop <= len(weight) and hidden.shape[1] == weight.shape[1]:
                 return _Layer(weight[heads], bias[heads])
         raise ConfigError(
             f"{SCORERS.flag} kvzap:file={self.file} is of another model: layer {chunk.layer}, "
-            f"{heads.stop} KV heads and hidden size {chunk.hidden.shape[1]} are needed"
+            f"{heads.stop} KV heads and hidden size {hidden.shape[1]} are needed"
         )
 
 

@@ -62,12 +62,12 @@ def test_snapkv_scores_a_cached_prefix_by_the_queries_that_there_are(make_layer,
 def test_snapkv_holds_no_more_queries_than_its_window(make_layer):
     memory = {}
     layer = make_layer(20)
-    chunk = LayerChunk(
-        0, 0, 0, 20, layer.queries, 1.0, layer.keys, layer.values, torch.empty(3, 0), memory
-    )
-    SnapKV(window=4).score(chunk)
-    assert torch.equal(memory["queries"], layer.queries[-4:])
-    assert memory["queries"].untyped_storage().nbytes() == layer.queries[-4:].nbytes
+    for start, end in [(0, 15), (15, 20)]:
+        tensors = (layer.queries[start:end], 1.0, layer.keys[:end], layer.values[:end])
+        scores = torch.full((3, start), ALWAYS)
+        SnapKV(window=4).score(LayerChunk(0, 0, start, end, *tensors, scores, memory))
+        assert torch.equal(memory["queries"], layer.queries[end - 4 : end])
+        assert memory["queries"].untyped_storage().nbytes() == layer.queries[-4:].nbytes
 
 
 @groups

@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.scorers.base import ALWAYS
+from sglang_kvspec.scorers.base import ALWAYS, LayerChunk
 from sglang_kvspec.scorers.kvzap import KVzap
+
+WEIGHT, BIAS = torch.ones(3, 12), torch.ones(3)
 
 
 def by_loops(layer, file, index, window, cached=0):
@@ -42,13 +44,26 @@ def test_a_prompt_that_is_no_longer_than_the_window_is_read(make_layer, surrogat
     assert (make_layer(8).run(KVzap(str(surrogate_file), window=8), ends) == ALWAYS).all()
 
 
+def test_a_very_large_prediction_does_not_force_a_token_in(make_layer, tmp_path):
+    path = tmp_path / "large.safetensors"
+    save_file({"layers.0.weight": WEIGHT, "layers.0.bias": 1000 * BIAS}, path)
+    scores = make_layer(200).run(KVzap(str(path)))
+    assert scores[:, :72].isfinite().all()
+    assert scores[:, :72].sum().isfinite()
+
+
+def test_memory_holds_no_more_than_the_window(make_layer, surrogate_file):
+    memory = {}
+    layer = make_layer(20)
+    tensors = (layer.queries, 1.0, layer.keys, layer.values, torch.empty(3, 0), memory)
+    KVzap(str(surrogate_file), window=4).score(LayerChunk(0, 0, 0, 20, *tensors, layer.hidden))
+    assert memory["logs"].untyped_storage().nbytes() == 3 * 4 * memory["logs"].itemsize
+
+
 def test_a_file_is_needed():
     with pytest.raises(ConfigError, match="--kvspec-compressor kvzap:file=PATH") as error:
         KVzap()
     assert "benchmarks/train_kvzap.py" in str(error.value)
-
-
-WEIGHT, BIAS = torch.ones(3, 12), torch.ones(3)
 
 
 @pytest.mark.parametrize(
