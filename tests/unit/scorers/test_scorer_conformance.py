@@ -11,7 +11,9 @@ import torch
 from sglang_kvspec.core.seams import SCORERS
 from sglang_kvspec.scorers.base import ALWAYS
 
-every_scorer = pytest.mark.parametrize("name", SCORERS.names())
+# A press of kvpress decides what `kvpress` does. test_press.py tests it.
+NAMES = [name for name in SCORERS.names() if name != "kvpress"]
+every_scorer = pytest.mark.parametrize("name", NAMES)
 # More tokens than any window has.
 TOKENS = 90
 
@@ -95,7 +97,7 @@ def test_bf16_is_scored_in_float32(make_scorer, make_layer, name):
     torch.testing.assert_close(short.run(scorer), same.run(scorer))
 
 
-@pytest.mark.parametrize("name", SCORERS.built_in)
+@every_scorer
 @pytest.mark.parametrize("factor", [0, 1, 100])
 def test_tokens_have_a_finite_score_or_are_always_read(make_scorer, make_layer, name, factor):
     layer = make_layer(TOKENS)
