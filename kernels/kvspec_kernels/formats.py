@@ -62,6 +62,10 @@ the product of K and Q.
 K's fields come before V's. Each part of an anchor starts at a multiple of 16 bytes, so that a
 kernel can fetch K and V separately. Every record is padded with zero bytes to a multiple of 16.
 
+Codecs without kernels (kivi, kvquant, rotatekv, turboquant) store codes and metadata row by row,
+codes in the order of tokens and channels (`reference/bit_packing.py`). Their declarations list the
+fields. They have residuals of the target exact only.
+
 log4 scales are 12-bit floats: the leading bits (8 exponent, 4 mantissa) of a positive fp32. A
 record stores the smallest 12-bit pattern that it needs as its base. Each scale is an 8-bit offset
 from the base: scale = bitcast_fp32((base + offset) << 19).
@@ -171,7 +175,7 @@ class RecordLayout:
 
 def anchor_layout(spec: CodecSpec, page_size: int, head_dim: int) -> RecordLayout:
     """Return the layout of an anchor record. Raises FormatError for sizes that have none."""
-    check_sizes(page_size, head_dim, spec.anchor_bits)
+    check_sizes(page_size, head_dim)
     return _pack(spec.anchor_fields(page_size, head_dim))
 
 
@@ -180,10 +184,11 @@ def residual_layout(
 ) -> RecordLayout:
     """Return the layout of a residual record. All codecs share that of the target exact.
 
-    Raises FormatError as anchor_layout does, for a `kv_dtype` other than fp32, bf16 and fp16, and
-    for an unknown target.
+    Raises FormatError as anchor_layout does, for a `kv_dtype` other than fp32, bf16 and fp16, for
+    an unknown target, and for the target int8 of a codec that defines none.
     """
-    check_sizes(page_size, head_dim, spec.anchor_bits)
+    # A record without an anchor has no residual either.
+    anchor_layout(spec, page_size, head_dim)
     if kv_dtype not in EXACT_DTYPES:
         raise FormatError(
             f"KV dtype must be one of {', '.join(map(str, EXACT_DTYPES))}, got {kv_dtype}"

@@ -103,7 +103,7 @@ class PackedLayout:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        check_sizes(self.page_size, self.head_dim, 4)
+        check_sizes(self.page_size, self.head_dim)
         if self.dtype not in MANTISSA_BITS:
             raise FormatError(f"packed residuals need a KV cache in bf16 or fp16, got {self.dtype}")
 

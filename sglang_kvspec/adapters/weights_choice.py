@@ -49,7 +49,7 @@ def _deployment(
 ) -> Deployment:
     """Raises ConfigError for a model that cannot be forecast."""
     shape = ModelShape.from_config(model.hf_text_config.to_dict())
-    # A codec of another package has no figures of its own.
+    # Codecs of other packages, and those without kernels, have no figures of their own.
     codec = config.codec if config.codec in MEASURED_ACCEPTANCE else "uniform4"
     return Deployment(
         model=replace(shape, max_context=int(model.context_len)),

@@ -143,15 +143,18 @@ FLAGS: tuple[Flag, ...] = (
         Name("NAME", CODECS),
         default="uniform4",
         help="rule that splits a page into anchor and residual: uniform codes (`uniform4`, as in "
-        "QuantSpec), or sign and magnitude by chunk (`log4`, as in Lynx)",
+        "QuantSpec), sign and magnitude by chunk (`log4`, as in Lynx), or anchors as in KIVI, "
+        "KVQuant, RotateKV or TurboQuant (`kivi`, `kvquant`, `rotatekv`, `turboquant`)",
+        note="the last four serve on a CPU only, and need `--kvspec-target exact`",
     ),
     Flag(
         "anchor_bits",
         Integer("N", least=1, most=8),
         default=None,
-        unset="4",
-        help="bits of a code in an anchor: 4 or 2; drafts with 2 bits agree with the target less "
-        "often; how much less was not measured",
+        unset="4; 2 with `kivi` and `rotatekv`, 3 with `kvquant` and `turboquant`",
+        help="bits of a code in an anchor: 4 or 2 with `uniform4` and `log4`, 2 to 4 with the "
+        "other codecs; drafts with fewer bits agree with the target less often; how much less was "
+        "not measured",
     ),
     Flag(
         "draft_len",

@@ -8,7 +8,11 @@ CODECS = Registry(
     "sglang_kvspec.codecs",
     "--kvspec-codec",
     {
+        "kivi": "kvspec_kernels.codecs.kivi:KiviSettings",
+        "kvquant": "kvspec_kernels.codecs.kvquant:KVQuantSettings",
         "log4": "kvspec_kernels.codecs.log4:Log4Settings",
+        "rotatekv": "kvspec_kernels.codecs.rotatekv:RotateKVSettings",
+        "turboquant": "kvspec_kernels.codecs.turboquant:TurboQuantSettings",
         "uniform4": "kvspec_kernels.codecs.uniform4:Uniform4Settings",
     },
 )

@@ -9,6 +9,7 @@ from kvspec_kernels.codecs.fields import (
     MAX_HEAD_DIM,
     MAX_PAGE_SIZE,
     PAGE_STEP,
+    FormatError,
     exact_fields,
     record_bytes,
 )
@@ -22,7 +23,8 @@ from sglang_kvspec.planning.model_shape import ModelShape
 def page_bytes_of(shape: ModelShape, codec: str, target: Target, page_size: int) -> PageBytes:
     """Bytes of one page over all layers and KV heads of `shape`, with a codec's default settings.
 
-    Raises ConfigError for sizes that no record layout exists for.
+    Raises ConfigError for sizes that no record layout exists for, and for the target int8 of a
+    codec that defines none.
     """
     if not (PAGE_STEP <= page_size <= MAX_PAGE_SIZE and page_size % PAGE_STEP == 0):
         raise ConfigError(
@@ -37,13 +39,17 @@ def page_bytes_of(shape: ModelShape, codec: str, target: Target, page_size: int)
     declared: type[CodecSpec] = load_codec(codec)
     settings = declared.for_page(page_size, declared.bit_choices[0])
     sizes = (page_size, shape.head_dim)
-    if target == "int8":
-        residual = settings.correction_fields(*sizes)
-    else:
-        residual = exact_fields(*sizes, "float32" if shape.kv_dtype_bytes == 4 else "bfloat16")
+    try:
+        anchor = settings.anchor_fields(*sizes)
+        if target == "int8":
+            residual = settings.correction_fields(*sizes)
+        else:
+            residual = exact_fields(*sizes, "float32" if shape.kv_dtype_bytes == 4 else "bfloat16")
+    except FormatError as error:
+        raise ConfigError(f"--kvspec-codec {codec}: {error}") from error
     records = shape.num_layers * shape.num_kv_heads
     return PageBytes(
         plain=records * 2 * page_size * shape.head_dim * shape.kv_dtype_bytes,
-        anchor=records * record_bytes(settings.anchor_fields(*sizes)),
+        anchor=records * record_bytes(anchor),
         residual=records * record_bytes(residual),
     )

@@ -83,7 +83,7 @@ def certificates(folder: Path, *peers: str) -> str:
         ("--kvspec-target fp8", ["--kvspec-target", "fp8", "exact, int8"]),
         ("--kvspec-target-attention zip", ["--kvspec-target-attention", "zip", "exact, int8"]),
         ("--kvspec-target-attention exact", ["--kvspec-target-attention exact", "needs a GPU"]),
-        ("--kvspec-codec zip", ["--kvspec-codec", "zip", "log4, uniform4"]),
+        ("--kvspec-codec zip", ["--kvspec-codec", "zip", "log4", "uniform4"]),
         ("--kvspec-draft-len 65", ["--kvspec-draft-len", "65", "0 to 64", "auto"]),
         ("--kvspec-draft-len many", ["--kvspec-draft-len", "many", "0 to 64", "auto"]),
         ("--kvspec-recent-pages 0", ["--kvspec-recent-pages", "0", "1 to 64"]),
@@ -564,7 +564,8 @@ def test_the_launcher_prints_one_line_and_exits_2() -> None:
     for run, error in zip(runs, errors, strict=True):
         assert run.returncode == 2
         assert "Traceback" not in error
-        assert "--kvspec-codec must be one of log4, uniform4, got 'zip'" in error
+        names = "kivi, kvquant, log4, rotatekv, turboquant, uniform4"
+        assert f"--kvspec-codec must be one of {names}, got 'zip'" in error
 
 
 def _serve_command() -> list[str]:

@@ -47,7 +47,7 @@ def record_bytes(fields: Iterable[FieldSpec]) -> int:
     return -(-sum(field.nbytes for field in fields) // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
-def check_sizes(page_size: int, head_dim: int, anchor_bits: int = 4) -> None:
+def check_sizes(page_size: int, head_dim: int) -> None:
     """Raise FormatError unless pages and heads of these sizes have layouts."""
     if not (PAGE_STEP <= page_size <= MAX_PAGE_SIZE and page_size % PAGE_STEP == 0):
         raise FormatError(
@@ -59,9 +59,13 @@ def check_sizes(page_size: int, head_dim: int, anchor_bits: int = 4) -> None:
             f"head size must be a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to "
             f"{MAX_HEAD_DIM}, got {head_dim}"
         )
-    if anchor_bits == 2 and head_dim % 32:
-        # A pair of tiles of K spans 32 channels.
-        raise FormatError(f"head size must be a multiple of 32 for anchor_bits 2, got {head_dim}")
+
+
+def check_anchor_bits(anchor_bits: int, choices: tuple[int, ...]) -> None:
+    """Raise FormatError unless anchor_bits is one of `choices`, which are two or more."""
+    if anchor_bits not in choices:
+        *others, last = map(str, choices)
+        raise FormatError(f"anchor_bits must be {', '.join(others)} or {last}, got {anchor_bits!r}")
 
 
 def num_chunks(page_size: int, chunk: int, name: str) -> int:
@@ -76,8 +80,24 @@ def num_chunks(page_size: int, chunk: int, name: str) -> int:
 
 
 def code_bytes(page_size: int, head_dim: int, bits: int) -> tuple[int]:
-    """Return the shape of a field that holds a code of `bits` for each element of K or of V."""
+    """Return the shape of a field that holds a code of `bits`, 4 or 2, for each element of K or of
+    V, in tiles. Raises FormatError for heads that 2-bit codes do not fill."""
+    if bits == 2 and head_dim % 32:
+        # A pair of tiles of K spans 32 channels.
+        raise FormatError(f"head size must be a multiple of 32 for anchor_bits 2, got {head_dim}")
     return (page_size * head_dim * bits // 8,)
+
+
+def code_rows(page_size: int, head_dim: int, bits: int) -> tuple[int, int]:
+    """Return the shape of a field that holds a code of `bits` for each element of K or of V, token
+    after token: bytes of kvspec_kernels.reference.bit_packing."""
+    return (page_size, head_dim * bits // 8)
+
+
+def hadamard_block(head_dim: int) -> int:
+    """Return the channels of a block of a head's Hadamard rotation: the largest power of two that
+    divides the head size."""
+    return head_dim & -head_dim
 
 
 def eight_bit_corrections(page_size: int, head_dim: int, anchor_bits: int) -> tuple[FieldSpec, ...]:

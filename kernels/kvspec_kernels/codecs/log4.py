@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Self, get_args
 from kvspec_kernels.codecs.fields import (
     FieldSpec,
     FormatError,
+    check_anchor_bits,
     code_bytes,
     eight_bit_corrections,
     num_chunks,
@@ -76,8 +77,7 @@ class Log4Settings(CodecSpec):
             raise FormatError(f"levels must be one of {allowed}, got {self.levels!r}")
         if not 0 <= self.last_level <= 1:
             raise FormatError(f"last_level must be from 0 to 1, got {self.last_level}")
-        if self.anchor_bits not in self.bit_choices:
-            raise FormatError(f"anchor_bits must be 4 or 2, got {self.anchor_bits!r}")
+        check_anchor_bits(self.anchor_bits, self.bit_choices)
         if self.anchor_bits == 2 and (self.alpha != 0 or self.levels != "linear"):
             raise FormatError(
                 "anchor_bits 2 needs alpha 0 and levels linear, "

@@ -48,9 +48,12 @@ class CodecSpec(ABC):
         """Return the fields of an anchor record. Raises FormatError for pages that cannot be
         grouped."""
 
-    @abstractmethod
     def correction_fields(self, page_size: int, head_dim: int) -> tuple[FieldSpec, ...]:
-        """Return the fields of the residual record that upgrades an anchor to the target int8."""
+        """Return the fields of the residual record that upgrades an anchor to the target int8.
+        Raises FormatError if the codec defines none."""
+        raise FormatError(
+            f"the codec {self.name} has no int8 target (allowed: --kvspec-target exact)"
+        )
 
     @property
     def fingerprint(self) -> str:

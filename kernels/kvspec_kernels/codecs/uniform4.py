@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from kvspec_kernels.codecs.fields import (
     TILE,
     FieldSpec,
-    FormatError,
+    check_anchor_bits,
     code_bytes,
     eight_bit_corrections,
     num_chunks,
@@ -41,8 +41,7 @@ class Uniform4Settings(CodecSpec):
     anchor_bits: int = 4
 
     def __post_init__(self) -> None:
-        if self.anchor_bits not in self.bit_choices:
-            raise FormatError(f"anchor_bits must be 4 or 2, got {self.anchor_bits!r}")
+        check_anchor_bits(self.anchor_bits, self.bit_choices)
 
     @classmethod
     def for_page(cls, page_size: int, anchor_bits: int = 4) -> Self:

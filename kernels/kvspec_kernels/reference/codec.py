@@ -47,7 +47,8 @@ class ReferenceCodec(Protocol):
         residual_layout: RecordLayout,
         dtype: torch.dtype,
     ) -> KV:
-        """Decode anchor and int8 residual records into new pages (k, v) [N, P, H, D] `dtype`."""
+        """Decode anchor and int8 residual records into new pages (k, v) [N, P, H, D] `dtype`.
+        Absent from the module of a codec without correction_fields."""
         ...
 
 

@@ -19,7 +19,7 @@ import torch
 
 from kvspec_kernels.codecs.uniform4 import Uniform4Settings
 from kvspec_kernels.formats import TWO_BIT_MIDDLE, RecordLayout
-from kvspec_kernels.reference import fragments, nibbles
+from kvspec_kernels.reference import fragments, integer_groups, nibbles
 from kvspec_kernels.reference.codec import IntegerPart
 
 CODES = 16
@@ -40,7 +40,7 @@ def encode(
     residuals = residual_layout.empty_records(leading, k.device) if residual_layout else None
     for part, pages in (("k", k), ("v", v)):
         groups, dim = _grouped(pages.float(), part, anchor_layout)
-        scale, zero = _metadata(groups, dim)
+        scale, zero = integer_groups.scale_and_zero(groups, dim, CODES - 1)
         for name, stored in (("scale", scale), ("zero", zero)):
             by_head = fragments.STORE[part](stored.squeeze(dim).transpose(1, 2))
             anchor_layout[f"{part}_{name}"].view(anchors).copy_(by_head)
@@ -141,19 +141,6 @@ def _grouped(pages: torch.Tensor, part: str, layout: RecordLayout) -> tuple[torc
     if part == "v":
         return pages, 3
     return torch.unflatten(pages, 1, (layout["k_scale"].shape[0], -1)), 2
-
-
-def _metadata(groups: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero as stored, bf16 values in fp32, with `dim` reduced to 1."""
-    low, high = groups.amin(dim, keepdim=True), groups.amax(dim, keepdim=True)
-    limit = torch.finfo(torch.bfloat16).max
-    # amin may return 0.0 or -0.0; + 0.0 turns both into 0.0.
-    zero = low.clamp(-limit, limit).bfloat16().float() + 0.0
-    # Divide before subtracting: the range of values near the dtype's maximum overflows. Divide by a
-    # tensor: by a number, torch on a GPU multiplies with its rounded reciprocal.
-    steps = torch.full_like(low, CODES - 1)
-    scale = (high / steps - zero / steps).clamp_min(0)
-    return scale.bfloat16().float() + 0.0, zero
 
 
 def _words(codes: torch.Tensor, shape: torch.Size, part: str) -> torch.Tensor:

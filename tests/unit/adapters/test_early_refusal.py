@@ -9,6 +9,7 @@ import pytest
 
 from sglang_kvspec.adapters.early_refusal import check_arguments, refuse_early, server_arguments
 from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.seams import CODECS
 
 PYTHON = "/env/bin/python"
 SERVE = "/env/bin/sglang"
@@ -60,7 +61,7 @@ def test_a_wrong_flag_ends_the_process_with_a_sentence(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         refuse_early()
     assert stop.value.code == 2
-    sentence = "--kvspec-codec must be one of log4, uniform4, got 'zip'"
+    sentence = f"--kvspec-codec must be one of {', '.join(CODECS.built_in)}, got 'zip'"
     assert capsys.readouterr().err == f"sglang-kvspec: error: {sentence}\n"
 
 
@@ -122,6 +123,6 @@ def test_a_refusal_precedes_the_heavy_imports():
     run = subprocess.run([*command, *WRONG], capture_output=True, text=True, timeout=120)
     imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
     assert run.returncode == 2
-    assert "--kvspec-codec must be one of log4, uniform4, got 'zip'" in run.stderr
+    assert f"--kvspec-codec must be one of {', '.join(CODECS.built_in)}, got 'zip'" in run.stderr
     assert "torch" in imported
     assert imported.isdisjoint({"transformers", "sglang.srt.server_args"})

@@ -122,7 +122,8 @@ def test_unsupported_head_size_says_what_is_allowed(codec_of, head_dim):
 
 
 def test_other_unsupported_choices(codec_of):
-    with pytest.raises(ConfigError, match="--kvspec-codec must be one of log4, uniform4, got 'x'"):
+    names = "kivi, kvquant, log4, rotatekv, turboquant, uniform4"
+    with pytest.raises(ConfigError, match=f"--kvspec-codec must be one of {names}, got 'x'"):
         make_codec("x", target="exact", page_size=64, head_dim=64, dtype=torch.float32)
     with pytest.raises(ConfigError, match="--kvspec-target must be one of exact, int8"):
         codec_of(target="int4")

@@ -18,8 +18,14 @@ SHAPE = ModelShape(
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
-@pytest.mark.parametrize("codec", ["log4", "uniform4"])
-@pytest.mark.parametrize("target", ["exact", "int8"])
+NO_INT8 = ["kivi", "kvquant", "rotatekv", "turboquant"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "target"),
+    [(codec, target) for codec in ("log4", "uniform4") for target in ("exact", "int8")]
+    + [(codec, "exact") for codec in NO_INT8],
+)
 @pytest.mark.parametrize("dtype_bytes", [2, 4])
 def test_bytes_are_those_of_the_layouts(codec, target, dtype_bytes):
     for page_size in (32, 64, 96, 128, 256):
@@ -36,6 +42,13 @@ def test_bytes_are_those_of_the_layouts(codec, target, dtype_bytes):
             assert page.anchor == 6 * layouts.anchor_bytes
             assert page.residual == 6 * layouts.residual_bytes
             assert page.plain == page_size * shape.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("codec", NO_INT8)
+def test_a_codec_without_corrections_has_no_int8_plan(codec):
+    message = rf"^--kvspec-codec {codec}: the codec {codec} has no int8 target \(allowed: "
+    with pytest.raises(ConfigError, match=message):
+        page_bytes_of(SHAPE, codec, "int8", 64)
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 33, 288])

@@ -1,0 +1,46 @@
+"""Declaration of TurboQuant's codec (arXiv 2504.19874)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from kvspec_kernels.codecs.fields import FieldSpec, check_anchor_bits, code_rows, hadamard_block
+from kvspec_kernels.codecs.spec import CodecSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TurboQuantSettings(CodecSpec):
+    """Parameters of TurboQuant's codec. The paper mixes widths over channels to 2.5 and 3.5 bits;
+    here all codes have one width, by default 3.
+
+    seed: of the random rotation, which all records share.
+    anchor_bits: bits of an anchor code.
+    """
+
+    name: ClassVar[str] = "turboquant"
+    reference: ClassVar[str] = "kvspec_kernels.reference.turboquant"
+    bit_choices: ClassVar[tuple[int, ...]] = (3, 2, 4)
+
+    seed: int = 0
+    anchor_bits: int = 3
+
+    def __post_init__(self) -> None:
+        check_anchor_bits(self.anchor_bits, self.bit_choices)
+
+    @classmethod
+    def for_page(cls, page_size: int, anchor_bits: int = 3) -> Self:
+        """Return the default settings, which suit all page sizes."""
+        return cls(anchor_bits=anchor_bits)
+
+    def anchor_fields(self, page_size: int, head_dim: int) -> tuple[FieldSpec, ...]:
+        codes = code_rows(page_size, head_dim, self.anchor_bits)
+        norms = (page_size, head_dim // hadamard_block(head_dim))
+        return tuple(
+            field
+            for part in "kv"
+            for field in (
+                FieldSpec(f"{part}_codes", codes, "uint8"),
+                FieldSpec(f"{part}_norm", norms, "bfloat16"),
+            )
+        )
