@@ -48,6 +48,7 @@ from sglang_kvspec.engine.starter import RoundStarter
 from sglang_kvspec.engine.verifier import Verifier
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.planning.draft_budget import ALL_PAGES
 from sglang_kvspec.planning.draft_length import DraftCost, most_auto_drafts
 from sglang_kvspec.planning.proposals import SharedNgrams
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
@@ -221,6 +222,8 @@ def make_repeats(parts: WorkerParts, loop: RoundLoop) -> PromptRepeats | None:
     """Make the repeats of prompts that the loop's scorer asks for, None if it asks for none."""
     scorer = loop.scorer
     if not isinstance(scorer, TokenScorer) or not scorer.needs_repeats:
+        return None
+    if parts.config.asked_budget == ALL_PAGES:
         return None
     return PromptRepeats(parts.forward, parts.runner.model_config.context_len)
 

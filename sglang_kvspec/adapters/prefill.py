@@ -56,7 +56,9 @@ class Prefill:
         complete = [i for i, first in enumerate(firsts) if first is not None]
         if self._repeats is not None:
             pages = [row.pages for row in rows]
-            self._repeats.run(RoundBatch(states, pages, batch.reqs, batch), complete)
+            # Token ids tell nothing of prompts that came as embeddings.
+            repeatable = [i for i in complete if states[i].remaining and _has_ids(batch.reqs[i])]
+            self._repeats.run(RoundBatch(states, pages, batch.reqs, batch), repeatable)
         self._loop.score((i, states[i], rows[i].pages) for i in complete)
         parts.pages.flush()
         if parts.disaggregation is not None:
@@ -120,3 +122,9 @@ class Prefill:
             next_draft_input=KVSpecDraftInput([state]),
             speculative_num_draft_tokens=parts.config.max_draft_len + 1,
         )
+
+
+def _has_ids(req: Any) -> bool:
+    """Return False for a request some of whose embeddings do not follow from its token ids."""
+    fields = ("input_embeds", "positional_embed_overrides")
+    return all(getattr(req, field, None) is None for field in fields)

@@ -25,6 +25,9 @@ _FIELDS = (
     *("forward_mode", "input_ids", "out_cache_loc", "req_pool_indices", "seq_lens"),
     *("seq_lens_cpu", "seq_lens_sum", "spec_info", "return_logprob"),
 )
+# Fields of a ScheduleBatch that belong to the tokens of its prefill. SGLang leaves some of them set
+# behind it, and not every release has all.
+_PREFILL_FIELDS = ("input_embeds", "replace_embeds", "replace_positions")
 
 
 class RaggedForward:
@@ -42,7 +45,10 @@ class RaggedForward:
     ) -> torch.Tensor:
         """Return logits [num_tokens, vocab] of every token. Leaves SGLang's batch as it was."""
         source = batch.source
-        kept = {name: getattr(source, name) for name in _FIELDS}
+        names = (*_FIELDS, *(name for name in _PREFILL_FIELDS if hasattr(source, name)))
+        kept = {name: getattr(source, name) for name in names}
+        for name in names[len(_FIELDS) :]:
+            setattr(source, name, None)
         forward_batch = self._forward_batch(batch, rows, made)
         result = self.planned(ForwardPlan(tuple(rows.values())), forward_batch=forward_batch)
         for name, value in kept.items():

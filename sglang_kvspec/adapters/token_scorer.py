@@ -29,6 +29,11 @@ def make_token_scorer(
     assert isinstance(attention, ReferenceAttention), "a GPU server takes no compressor"
     scorer = make_scorer(compressor)
     needs, blocks = scorer.needs, dict(_attention_blocks(runner.model))
+    if not blocks:
+        raise UnsupportedError(
+            f"--kvspec-compressor {compressor.name} finds no attention layers in "
+            f"{type(runner.model).__name__}"
+        )
     rotary = None
     if needs.rotary:
         rotary = _rotary_of(next(iter(blocks.values())), compressor.name)
@@ -63,8 +68,7 @@ def _rotary_of(block: torch.nn.Module, name: str) -> TableRotary:
 
 
 def _watch_inputs(blocks: dict[int, torch.nn.Module], start_layer: int) -> dict[int, torch.Tensor]:
-    """Return a mapping that holds the input of each attention block, by layer, as soon as the block
-    runs. The blocks of a pipeline's other ranks are not in the model."""
+    """Return a mapping that holds the input of the attention block that ran last, by layer."""
     inputs: dict[int, torch.Tensor] = {}
 
     def keep_of(layer: int) -> Callable[..., None]:
@@ -77,6 +81,8 @@ def _watch_inputs(blocks: dict[int, torch.nn.Module], start_layer: int) -> dict[
                     for part in args
                     if isinstance(part, torch.Tensor) and part.is_floating_point()
                 )
+            # Inputs of all layers would take as much room as the KV of the forward.
+            inputs.clear()
             inputs[layer] = hidden
 
         return keep

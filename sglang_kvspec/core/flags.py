@@ -317,7 +317,8 @@ FLAGS: tuple[Flag, ...] = (
         default=AUTO_BUDGET,
         help="share of a request's pages that drafts read, in addition to the first page and the "
         "newest ones; `auto` adapts to each request's acceptance",
-        note="`auto` is 0.1 with `--kvspec-compressor`",
+        note="with `--kvspec-compressor` in addition to what its method always keeps, and `auto` "
+        "is 0.1",
         needs=(
             Need(
                 reads_some_pages,

@@ -9,8 +9,11 @@ from sglang_kvspec.engine.ports import ModelForward
 from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.runtime.request_state import RequestState
 
-# Tokens of a forward that repeats a part of a prompt.
-PIECE = 512
+# Tokens of a forward that repeats a part of a prompt, and the fewest for which it pays.
+PIECE, LEAST_PIECE = 512, 256
+# Tokens that are repeated behind one prefill. All requests wait meanwhile, and SGLang's watchdog
+# stops a server whose step takes minutes.
+MOST_REPEATED = 8192
 # Tokens before a piece that its forward begins with, so that its first tokens are expected.
 LEAD = 8
 
@@ -22,17 +25,25 @@ class PromptRepeats:
     for that in words; here the tokens follow without). Nothing of it is stored.
     """
 
-    def __init__(self, forward: ModelForward, most_positions: int) -> None:
-        """most_positions: positions that the model allows."""
+    def __init__(
+        self, forward: ModelForward, most_positions: int, least_piece: int = LEAST_PIECE
+    ) -> None:
+        """most_positions: positions that the model allows. least_piece: positions that must be left
+        behind a longer prompt."""
         self._forward, self._most_positions = forward, most_positions
+        self._least_piece = least_piece
 
     def run(self, batch: RoundBatch, complete: Iterable[int]) -> None:
-        """Repeat the prompts of requests `complete` of a batch, as far as positions behind them are
-        left. Leaves states as they are."""
+        """Repeat the prompts of requests `complete` of a batch, unless they are too long for that.
+        Leaves states as they are."""
+        left = MOST_REPEATED
         for index in complete:
             state = batch.states[index]
             tokens = [*state.prompt, *state.output][: state.committed_len]
             room = min(PIECE, self._most_positions - len(tokens))
+            if len(tokens) > left or room < min(self._least_piece, len(tokens)):
+                continue
+            left -= len(tokens)
             for piece in _pieces(tokens, room):
                 again = RequestState(
                     state.rid, len(tokens), piece[0], [], state.params, 1, drafts=piece[1:]
@@ -46,8 +57,6 @@ class PromptRepeats:
 
 def _pieces(tokens: list[int], room: int) -> Iterable[list[int]]:
     """Split tokens into pieces of at most `room`, each with a lead."""
-    step = room - LEAD
-    if step < 1:
-        return
+    step = max(1, room - LEAD)
     for begin in range(0, len(tokens), step):
         yield tokens[max(0, begin - LEAD) : begin + step]

@@ -83,9 +83,9 @@ class TokenView(DraftView, Protocol):
     """View that may select other tokens than those of whole pages. select() returns a mask, see
     Row.seen. Only a CPU takes such a view."""
 
-    def num_tokens(self, state: RequestState, num_pages: int) -> int:
-        """Return how many tokens of the request's first num_pages pages its next draft reads, with
-        each head. All ranks return the same."""
+    def num_tokens(self, state: RequestState, num_pages: int) -> float:
+        """Return how many tokens of the request's first num_pages pages its next draft reads, the
+        mean of this rank's layers and KV heads."""
 
 
 class AllPages:
@@ -116,7 +116,7 @@ class DraftReads:
             return num_tokens
         if isinstance(self.view, TokenView):
             in_pages = self.view.num_tokens(state, num_pages)
-            return num_tokens - num_pages * self.page_size + in_pages
+            return round(num_tokens - num_pages * self.page_size + in_pages)
         if self.view.num_queries:
             counts = cast("MassView", self.view).counts(state, num_pages)
             num_seen = num_pages if counts is None else counts.total(num_pages)

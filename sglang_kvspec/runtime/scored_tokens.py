@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import torch
@@ -34,17 +33,16 @@ class ScoredTokens:
         num_tokens = num_pages * self._page_size
         return F.pad(kept, (0, max(0, num_tokens - kept.shape[-1])), value=True)[..., :num_tokens]
 
-    def num_tokens(self, state: RequestState, num_pages: int) -> int:
-        """Return how many tokens of the first num_pages pages a draft reads with each head, apart
-        from tokens that are read in any case. Ranks agree on this number, while the heads of each
-        may have more of those."""
+    def num_tokens(self, state: RequestState, num_pages: int) -> float:
+        """Return how many tokens of the first num_pages pages a draft reads, the mean of layers and
+        KV heads."""
+        num_tokens = num_pages * self._page_size
         if self._reads_all(state):
-            return num_pages * self._page_size
+            return num_tokens
         assert state.token_scores is not None
-        scored = min(state.token_scores.scores.shape[-1], num_pages * self._page_size)
-        units = scored // self._unit
-        kept = min(math.ceil(state.budget * units), units) * self._unit
-        return num_pages * self._page_size - units * self._unit + kept
+        return num_tokens - state.token_scores.num_unread(
+            state.budget, self._allocation, self._unit
+        )
 
     @staticmethod
     def _reads_all(state: RequestState) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +17,29 @@ from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.token_scores import TokenScores
 from sglang_kvspec.scorers.base import ALWAYS, LayerChunk, Rotary, Scorer
 
-# Tokens of a trial at the start.
-TRIED_TOKENS = 8
+logger = logging.getLogger(__name__)
+
+# Tokens of a trial at the start: more than any window has.
+TRIED_TOKENS = 512
 Memory = list[dict[str, torch.Tensor]]
+
+
+@dataclass(slots=True)
+class _PromptScores:
+    """Scores of a prompt between two of its chunks. scores: [num_layers, num_kv_heads, num_tokens]
+    float32, of all tokens so far. first_own: position of the first token that the request has
+    computed itself. memory: the scorer's, by layer."""
+
+    scores: torch.Tensor
+    first_own: int
+    memory: Memory
 
 
 class TokenScorer:
     """The engine's PageScorer, and the observer of forwards, for a view by scores of tokens.
 
-    Scores of prompts are kept by page. So a prompt may come in several chunks, a cached prefix
-    keeps the scores of the request that computed it, and a freed page takes its scores along.
+    A cached prefix keeps the scores of the request that computed it, by page. A prompt that comes
+    in several chunks is known by the page of its last token so far. A freed page takes both along.
     """
 
     def __init__(
@@ -35,14 +50,15 @@ class TokenScorer:
         self._kv, self._scorer, self._rotary = kv, scorer, rotary
         self._first_kv_head = first_kv_head
         self._timer = TotalTimer(kv.device)
+        self._has_warned = False
         # [num_layers, num_kv_heads, page_size] by page; ALWAYS for tokens without a score.
         self._scores: dict[int, torch.Tensor] = {}
-        # The scorer's memory after a prefill, by the page of its last token.
-        self._memory: dict[int, Memory] = {}
+        # Prompts between two chunks, by the page of their last token.
+        self._prompts: dict[int, _PromptScores] = {}
         self._rows: Sequence[Row] = ()
+        # Of the rows of the present forward, by index.
+        self._before: dict[int, _PromptScores] = {}
         self._scored: dict[int, list[torch.Tensor]] = {}
-        self._noted: dict[int, Memory] = {}
-        self._before: dict[int, torch.Tensor] = {}
         self._queries: dict[int, list[tuple[torch.Tensor, float]]] = {}
         self._hidden: Mapping[int, torch.Tensor] = {}
 
@@ -86,18 +102,17 @@ class TokenScorer:
                 hidden=random(TRIED_TOKENS, hidden_size) if self._scorer.needs.hidden else None,
                 rotary=self._rotary,
             )
-            self._ask(chunk)
+            self._asked(chunk)
 
     # Observer of forwards
 
     def begin(self, rows: Sequence[Row]) -> None:
         self._rows = rows
-        self._scored, self._noted, self._before, self._queries = {}, {}, {}, {}
+        self._scored, self._before, self._queries = {}, {}, {}
         for index, row in enumerate(rows):
             if row.kind in (RowKind.PREFILL, RowKind.REPEAT):
                 self._scored[index] = []
-                self._before[index] = self._scores_of(row.pages, row.start)
-                self._noted[index] = self._memory_before(row)
+                self._before[index] = self._take_prompt(row.pages, row.start)
             elif row.kind is RowKind.VERIFY and self._scorer.needs.drafting:
                 self._queries[index] = []
 
@@ -117,8 +132,8 @@ class TokenScorer:
             scale=scale,
             keys=context[0],
             values=context[1],
-            scores=self._before[index][layer],
-            memory=self._noted[index][layer],
+            scores=self._before[index].scores[layer],
+            memory=self._before[index].memory[layer],
             hidden=self._hidden_of(layer, index),
             rotary=self._rotary,
         )
@@ -126,20 +141,20 @@ class TokenScorer:
         self._scored[index].append(scores[:, : chunk.prompt_len])
 
     def end(self) -> None:
-        """Keep the scores of all prompts of the forward, by page."""
+        """Keep the scores of all prompts of the forward."""
         for index, by_layer in self._scored.items():
-            row = self._rows[index]
-            self._keep(row.pages, torch.stack(by_layer))
-            num_scored = row.start if row.kind is RowKind.REPEAT else row.end
-            last_page = int(row.pages[(num_scored - 1) // self._page_size])
-            self._memory[last_page] = self._noted[index]
-        self._scored, self._noted, self._before = {}, {}, {}
+            row, before = self._rows[index], self._before[index]
+            scores = torch.stack(by_layer)
+            self._keep(row.pages, scores, before.first_own)
+            last_page = int(row.pages[(scores.shape[-1] - 1) // self._page_size])
+            self._prompts[last_page] = _PromptScores(scores, before.first_own, before.memory)
+        self._scored, self._before = {}, {}
 
     def on_pages_freed(self, pages: Iterable[int]) -> None:
         """Forget what is known of pages that SGLang freed."""
         for page in pages:
             self._scores.pop(page, None)
-            self._memory.pop(page, None)
+            self._prompts.pop(page, None)
 
     # The engine's PageScorer
 
@@ -149,9 +164,9 @@ class TokenScorer:
         for index, state, pages in committed:
             known = state.token_scores
             if known is None:
-                scores = self._scores_of(pages, state.committed_len)
-                last_page = int(pages[(state.committed_len - 1) // self._page_size])
-                state.token_scores = TokenScores(scores, self._memory_at(last_page))
+                prompt = self._take_prompt(pages, state.committed_len)
+                memory = prompt.memory if self._scorer.needs.drafting else []
+                state.token_scores = TokenScores(prompt.scores, memory)
             elif index in self._queries:
                 self._update(known, self._rows[index], self._queries[index], state, pages)
 
@@ -197,6 +212,23 @@ class TokenScorer:
         return self._kv.geometry.page_size
 
     def _ask(self, chunk: LayerChunk) -> torch.Tensor:
+        """Return the scorer's scores. A scorer that fails on a chunk scores none of its tokens, so
+        that drafts read them: no request may stop a server that is up."""
+        try:
+            return self._asked(chunk)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the scorer %s failed: %r; drafts read all tokens of the chunk, and later "
+                    "failures are not logged",
+                    type(self._scorer).__name__,
+                    error,
+                )
+            chunk.memory.clear()
+            return F.pad(chunk.scores, (0, len(chunk.queries)), value=ALWAYS)
+
+    def _asked(self, chunk: LayerChunk) -> torch.Tensor:
         with self._timer:
             scores = self._scorer.score(chunk)
         wanted = (chunk.keys.shape[1], chunk.end)
@@ -233,21 +265,22 @@ class TokenScorer:
             return unknown[..., :0]
         return torch.cat(by_page, dim=-1)[..., :num_tokens]
 
-    def _keep(self, pages: torch.Tensor, scores: torch.Tensor) -> None:
+    def _keep(self, pages: torch.Tensor, scores: torch.Tensor, first_own: int) -> None:
+        """Keep scores by page, but for pages that another request has computed."""
         size = self._page_size
         num_pages = -(-scores.shape[-1] // size)
         padded = F.pad(scores, (0, num_pages * size - scores.shape[-1]), value=ALWAYS)
-        for place, page in enumerate(pages[:num_pages].tolist()):
+        first = first_own // size
+        for place, page in enumerate(pages[first:num_pages].tolist(), first):
             self._scores[page] = padded[..., place * size : (place + 1) * size].clone()
 
-    def _memory_before(self, row: Row) -> Memory:
-        if not row.start:
-            return self._memory_at(None)
-        return self._memory_at(int(row.pages[(row.start - 1) // self._page_size]))
-
-    def _memory_at(self, page: int | None) -> Memory:
-        """Return a copy of the memory noted at a page, empty where none is."""
-        empty: Memory = [{} for _ in range(self._kv.geometry.num_layers)]
-        noted = empty if page is None else self._memory.get(page, empty)
-        # Scorers replace tensors and do not change them, so that requests may share a prefix.
-        return [dict(by_name) for by_name in noted]
+    def _take_prompt(self, pages: torch.Tensor, num_tokens: int) -> _PromptScores:
+        """Return, and forget, what is known of a prompt of which num_tokens tokens have KV."""
+        if num_tokens:
+            last_page = int(pages[(num_tokens - 1) // self._page_size])
+            known = self._prompts.pop(last_page, None)
+            # A page that is full now may have been the last one of a shorter prompt.
+            if known is not None and known.scores.shape[-1] == num_tokens:
+                return known
+        memory: Memory = [{} for _ in range(self._kv.geometry.num_layers)]
+        return _PromptScores(self._scores_of(pages, num_tokens), num_tokens, memory)

@@ -19,6 +19,7 @@ class TokenScores:
     memory: list[dict[str, torch.Tensor]]
     # Masks that were made of these scores, by budget. Every draft step asks for one.
     _kept: dict[float, torch.Tensor] = field(default_factory=dict)
+    _num_unread: dict[float, float] = field(default_factory=dict)
 
     def kept(self, budget: float, allocation: Allocation, unit: int) -> torch.Tensor:
         """Return which tokens of whole units drafts read, see kept_tokens()."""
@@ -27,3 +28,10 @@ class TokenScores:
             kept = kept_tokens(self.scores[..., :whole], budget, allocation, unit)
             self._kept[budget] = kept
         return self._kept[budget]
+
+    def num_unread(self, budget: float, allocation: Allocation, unit: int) -> float:
+        """Return how many of these tokens drafts do not read, the mean of layers and KV heads."""
+        if budget not in self._num_unread:
+            kept = self.kept(budget, allocation, unit)
+            self._num_unread[budget] = float((~kept).float().sum(-1).mean())
+        return self._num_unread[budget]

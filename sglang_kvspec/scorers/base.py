@@ -68,7 +68,8 @@ class LayerChunk:
     scores: [num_kv_heads, start] float32 that score() returned last, ALWAYS for tokens that it has
     not seen, such as a cached prefix.
     memory: what the scorer notes for later chunks of this request and layer; empty at first.
-    hidden [n, hidden_size], rotary: as far as Needs asks for them.
+    hidden [n, hidden_size], rotary: as far as Needs asks for them; hidden is None for verified
+    tokens.
     """
 
     layer: int

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from sglang_kvspec.core.compressor import Compressor
+from sglang_kvspec.core.compressor import Allocation, Compressor
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.seams import SCORERS
 from sglang_kvspec.scorers.base import Scorer
@@ -37,10 +37,17 @@ def find_scorer(name: str) -> Any:
     """Return the class of the scorer `name`. Raises ConfigError where there is none, or where the
     entry point leads to something else."""
     found = SCORERS.load(name)
-    if not (isinstance(found, type) and is_dataclass(found) and hasattr(found, "score")):
+    members = ("score", "about", "needs", "allocation")
+    is_scorer = isinstance(found, type) and is_dataclass(found)
+    if not (is_scorer and all(hasattr(found, member) for member in members)):
         raise ConfigError(
             f"--kvspec-compressor {name}: the entry point must lead to a frozen dataclass with a "
             f"method score(), as sglang_kvspec.scorers.base.Scorer, got {found!r}"
+        )
+    if found.allocation not in get_args(Allocation):
+        raise ConfigError(
+            f"--kvspec-compressor {name}: its allocation must be one of "
+            f"{', '.join(get_args(Allocation))}, got {found.allocation!r}"
         )
     return found
 

@@ -30,7 +30,7 @@ class RandomTokens:
         positions = torch.arange(chunk.end, device=device)
         mixed = torch.zeros((len(heads), len(positions)), dtype=torch.int64, device=device)
         given: tuple[int | torch.Tensor, ...] = (
-            self.seed,
+            self.seed % 2**_BITS,
             chunk.layer,
             heads[:, None],
             positions,

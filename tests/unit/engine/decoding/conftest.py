@@ -235,7 +235,7 @@ class Engine:
             self.scorer = TokenScorer(kv, token_scorer, None, 0)
             self.forward.attention.show(self.scorer)
             if self.scorer.needs_repeats:
-                self.repeats = PromptRepeats(self.forward, MOST_POSITIONS)
+                self.repeats = PromptRepeats(self.forward, MOST_POSITIONS, least_piece=16)
         # Without a budget of its own, a request reads all pages.
         reads_all = token_scorer is None and (view is None or not view.num_queries)
         self.budgets = OneBudget() if reads_all else OneBudget(0.1)

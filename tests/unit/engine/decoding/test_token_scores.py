@@ -14,7 +14,8 @@ import torch
 from kvspec_testkit.doc_examples import load_example
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import UnsupportedError
-from sglang_kvspec.engine.prompt_repeats import LEAD
+from sglang_kvspec.engine.prompt_repeats import LEAD, PromptRepeats
+from sglang_kvspec.kv.forward_plan import RowKind
 from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.scorers.base import ALWAYS, About, Needs
 from sglang_kvspec.scorers.random_tokens import RandomTokens
@@ -135,47 +136,107 @@ def test_a_scorer_sees_what_a_dense_forward_computes(toy):
     assert kinds["verified"] > LAYERS * 2
 
 
-def test_a_cached_prefix_keeps_its_scores_until_its_pages_are_freed(toy):
-    scorer = Watching()
-    kv = toy.kv(num_pages=32, window_pages=24, cache_pages=8)
+@dataclass(frozen=True)
+class Counting:
+    """Give tokens the number of their request as score, and count chunks in memory."""
+
+    about: ClassVar[About] = ABOUT
+    needs: ClassVar[Needs] = Needs()
+    allocation: ClassVar[str] = "head"
+
+    requests: list = field(default_factory=list, compare=False)
+    seen: list = field(default_factory=list, compare=False)
+
+    def score(self, chunk):
+        count = int(chunk.memory.get("count", torch.zeros(())))
+        self.seen.append((chunk.start, count, chunk.scores.clone()))
+        chunk.memory["count"] = torch.tensor(count + 1)
+        return torch.full((chunk.keys.shape[1], chunk.end), float(len(self.requests)))
+
+
+def serve_one(engine, scorer, request, pages=(), chunk=10**6):
+    """Serve a request behind cached pages. Return the chunks that the scorer has seen."""
+    request.pages = list(pages)
+    scorer.requests.append(request)
+    scorer.seen.clear()
+    engine.serve([request], chunk)
+    return list(scorer.seen)
+
+
+def test_a_cached_prefix_keeps_the_scores_of_the_request_that_computed_it(toy):
+    scorer, kv = Counting(), toy.kv(num_pages=32, window_pages=24, cache_pages=8)
     engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), token_scorer=scorer)
-    first, second, third = (requests(toy)[0] for _ in range(3))
+    first, second, third, fourth = (requests(toy)[0] for _ in range(4))
     engine.kept = set(range(1, 33))
-    engine.serve([first])
-    size = kv.geometry.page_size
-    second.pages = first.pages[:3]
-    scorer.seen.clear()
-    engine.serve([second])
-    before = scorer.seen[0][2]
-    assert torch.equal(before, torch.arange(3 * size).float().expand(2, -1))
-    engine.scorer.on_pages_freed(first.pages[1:2])
-    third.pages = first.pages[:3]
-    scorer.seen.clear()
-    engine.serve([third])
-    before = scorer.seen[0][2]
+    serve_one(engine, scorer, first)
+    prefix, size = first.pages[:3], kv.geometry.page_size
+    for number, request in ((2, second), (3, third)):
+        (_, count, before), *_ = serve_one(engine, scorer, request, prefix)
+        # Another request has scored these tokens meanwhile, but did not compute them.
+        assert torch.equal(before, torch.ones(2, 3 * size))
+        assert count == 0, f"request {number} found the memory of another"
+        assert request.state.token_scores.scores.eq(number).all()
+    engine.scorer.on_pages_freed(prefix[1:2])
+    (_, _, before), *_ = serve_one(engine, scorer, fourth, prefix)
     assert before[:, size : 2 * size].eq(ALWAYS).all()
-    assert before[:, :size].isfinite().all()
+    assert before[:, :size].eq(1).all()
+
+
+def test_memory_lives_from_chunk_to_chunk_of_one_prompt(toy):
+    scorer, kv = Counting(), toy.kv(num_pages=32, window_pages=24, cache_pages=8)
+    engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), token_scorer=scorer)
+    seen = serve_one(engine, scorer, requests(toy)[0], chunk=50)
+    assert [count for _, count, _ in seen] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert not engine.scorer._prompts, "memory of a complete prompt is kept"
+
+
+def test_a_page_that_an_answer_fills_brings_no_memory_of_its_prompt(toy):
+    """The page of a prompt's last token may be a full page of a longer prefix later."""
+    scorer, kv = Counting(), toy.kv(num_pages=32, window_pages=24, cache_pages=8)
+    engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), token_scorer=scorer)
+    engine.scorer.score = lambda committed: None
+    (first,), (second,) = requests(toy)[:1], requests(toy)[:1]
+    engine.kept = set(range(1, 33))
+    serve_one(engine, scorer, first, chunk=50)
+    assert engine.scorer._prompts, "the memory was taken, so that this test shows nothing"
+    full = len(first.prompt) // kv.geometry.page_size + 1
+    second.prompt = [*first.prompt, *first.state.output, 3][: full * kv.geometry.page_size + 9]
+    (_, count, _), *_ = serve_one(engine, scorer, second, first.pages[:full])
+    assert count == 0
 
 
 @pytest.mark.parametrize(
-    "wrong", [torch.full((2, 170), torch.nan), torch.zeros(2, 169), torch.zeros(1, 170)]
+    "wrong",
+    [torch.full((2, 170), torch.nan), torch.zeros(2, 169), KeyError("a tensor")],
+    ids=["NaN", "length", "error"],
 )
-def test_wrong_scores_are_refused(toy, wrong):
+def test_a_scorer_that_fails_stops_the_start_and_no_request(toy, wrong, caplog):
     @dataclass(frozen=True)
     class Wrong:
         about: ClassVar[About] = ABOUT
-        needs: ClassVar[Needs] = Needs()
+        needs: ClassVar[Needs] = Needs(drafting=True)
         allocation: ClassVar[str] = "head"
 
         def score(self, chunk):
+            if isinstance(wrong, Exception):
+                raise wrong
             return wrong
 
+    plain = [toy.plain_decode(toy.model, request) for request in requests(toy)[:1]]
     engine = toy.RoundEngine(toy.kv(), toy.model, KVSpecConfig(), token_scorer=Wrong())
-    with pytest.raises(UnsupportedError, match=r"Wrong must return \[2, 170\] scores without NaN"):
-        engine.serve(requests(toy)[:1])
-    # A scorer that does not fit the model is found before any request.
-    with pytest.raises(UnsupportedError, match=r"Wrong must return \[2, 8\] scores"):
+    toy.assert_same_output(engine.serve(requests(toy)[:1]), plain)
+    assert len([r for r in caplog.records if "the scorer Wrong failed" in r.getMessage()]) == 1
+    with pytest.raises((UnsupportedError, KeyError)):
         engine.scorer.try_out(num_heads=4, hidden_size=64)
+
+
+def test_long_prompts_are_not_repeated(toy):
+    scorer, (request,) = Watching(), requests(toy)[:1]
+    kv = toy.kv(num_pages=32, window_pages=24, cache_pages=8)
+    engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), token_scorer=scorer)
+    engine.repeats = PromptRepeats(engine.forward, len(request.prompt) + 100, least_piece=101)
+    engine.serve([request])
+    assert all(row.kind is not RowKind.REPEAT for rows in engine.forward.rows for row in rows)
 
 
 def test_a_trial_shows_what_a_scorer_asks_for(toy):
@@ -184,6 +245,6 @@ def test_a_trial_shows_what_a_scorer_asks_for(toy):
     engine.scorer.try_out(num_heads=4, hidden_size=64)
     assert [chunk.layer for chunk, _, _ in scorer.seen] == list(range(LAYERS))
     for chunk, _, before in scorer.seen:
-        assert chunk.queries.shape == (8, 4, 16)
-        assert chunk.keys.shape == chunk.values.shape == (8, 2, 16)
+        assert chunk.queries.shape == (512, 4, 16)
+        assert chunk.keys.shape == chunk.values.shape == (512, 2, 16)
         assert before.shape == (2, 0)
