@@ -26,6 +26,7 @@ from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
 from acceptance.report import Figure
 from acceptance.rounds import run_rounds
+from acceptance.view_reads import ViewReads
 from bench_views import draft_caches, make_view, mean_accepted, parse_run, parser_of_runs
 from rich.console import Console
 from rich.progress import track
@@ -55,9 +56,9 @@ def main() -> None:
     for batch in track(prompts.split(args.batch), "prompts"):
         run = target_run(model, batch, args.new_tokens, prefill_batch=1)
         for kind, drafter in drafters.items():
-            view, budget = make_view("all", model)
             caches = draft_caches(model, run)
-            found[kind] += run_rounds(drafter, run, caches, view, budget, args.draft_len)
+            reads = ViewReads(drafter, run, caches, *make_view("all", model))
+            found[kind] += run_rounds(drafter, run, caches, reads, args.draft_len)
     figures = []
     accepted = {kind: mean_accepted(rounds) for kind, rounds in found.items()}
     for kind, mean in accepted.items():

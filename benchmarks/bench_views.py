@@ -30,6 +30,7 @@ from acceptance.prompts import TEXTS, cut_prompts
 from acceptance.recall import recalls
 from acceptance.report import Estimate, Figure
 from acceptance.rounds import DraftCaches, Rounds, run_rounds, run_rounds_at_every_token
+from acceptance.view_reads import ViewReads
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -157,8 +158,8 @@ def run_view(drafter: Llama, run: TargetRun, name: str, args: argparse.Namespace
     caches = draft_caches(drafter, run)
     if args.at_every_token:
         return run_rounds_at_every_token(drafter, run, caches, args.draft_len)
-    view, budget = make_view(name, drafter)
-    return run_rounds(drafter, run, caches, view, budget, args.draft_len)
+    reads = ViewReads(drafter, run, caches, *make_view(name, drafter))
+    return run_rounds(drafter, run, caches, reads, args.draft_len)
 
 
 def draft_caches(model: Llama, run: TargetRun) -> DraftCaches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,10 @@ from safetensors.torch import load_file
 # Cache of a batch: one (k, v) pair per layer, each [batch, num_kv_heads, tokens, head_dim] fp32.
 # Heads come before tokens, so that a decode step reads the keys of each head contiguously.
 LayerCache = list[tuple[torch.Tensor, torch.Tensor]]
+# Called in each layer of a forward, before attention, with the layer's number; the normed input that
+# projections take, [batch, n, hidden_size]; queries [batch, num_heads, n, head_dim]; K and V of all
+# tokens so far [batch, num_kv_heads, tokens, head_dim].
+Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 # Queries of a prompt's last tokens, by which draft views choose pages for the first round.
 PROMPT_QUERIES = 32
 # Name of a vocabulary projection that is not the embeddings.
@@ -51,7 +55,7 @@ class LlamaShape:
 
 
 class Llama:
-    """Weights in fp32 and two forwards: `prefill` and `decode`."""
+    """Weights in fp32, and forwards of prompts and of single tokens."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.shape = LlamaShape.from_config(json.loads((folder / "config.json").read_text()))
@@ -68,13 +72,19 @@ class Llama:
 
     @torch.inference_mode()
     def prefill(
-        self, tokens: torch.Tensor, spare: int, *, all_logits: bool = False
+        self,
+        tokens: torch.Tensor,
+        spare: int,
+        *,
+        all_logits: bool = False,
+        observe: Observer | None = None,
     ) -> tuple[LayerCache, torch.Tensor, list[torch.Tensor]]:
         """Run prompts [batch, T] int64. Return the cache, with room for `spare` more tokens after
         the first T, the logits of the last position [batch, vocab], and the queries of the last
         PROMPT_QUERIES positions by layer [batch, num_heads, PROMPT_QUERIES, head_dim].
 
-        all_logits: compute the logits of all positions, for InputMoments.
+        all_logits: compute the logits of all positions, for InputMoments. observe: shown every
+        layer.
         """
         length = tokens.shape[1]
         x = self.weights["embed_tokens.weight"][tokens]
@@ -82,8 +92,11 @@ class Llama:
         cache: LayerCache = []
         queries = []
         for layer in range(self.shape.num_layers):
-            q, k, v = self._qkv(layer, x, cos, sin)
+            hidden = self._normed(layer, x)
+            q, k, v = self._qkv(layer, hidden, cos, sin)
             queries.append(q[:, :, -PROMPT_QUERIES:].clone())
+            if observe is not None:
+                observe(layer, hidden, q, k, v)
             group = self.shape.num_heads // self.shape.num_kv_heads
             out = F.scaled_dot_product_attention(
                 q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True
@@ -92,6 +105,39 @@ class Llama:
             cache.append((F.pad(k, (0, 0, 0, spare)), F.pad(v, (0, 0, 0, spare))))
         logits = self._logits(x if all_logits else x[:, -1:])
         return cache, logits[:, -1], queries
+
+    @torch.inference_mode()
+    def repeat(self, tokens: torch.Tensor, past: LayerCache, observe: Observer) -> None:
+        """Run tokens [1, n] at the positions behind a prompt, whose K and V are `past`, and show
+        every layer. Keeps nothing."""
+        num_past, num_new = past[0][0].shape[2], tokens.shape[1]
+        x = self.weights["embed_tokens.weight"][tokens]
+        cos, sin = self._rope(num_past + torch.arange(num_new, device=self.device))
+        size = (num_new, num_past + num_new)
+        visible = torch.ones(size, dtype=torch.bool, device=self.device).tril(num_past)
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        for layer, (k_past, v_past) in enumerate(past):
+            hidden = self._normed(layer, x)
+            q, k, v = self._qkv(layer, hidden, cos, sin)
+            k, v = torch.cat((k_past, k), dim=2), torch.cat((v_past, v), dim=2)
+            observe(layer, hidden, q, k, v)
+            out = F.scaled_dot_product_attention(
+                q,
+                k.repeat_interleave(group, 1),
+                v.repeat_interleave(group, 1),
+                attn_mask=visible,
+            )
+            x = self._after_attention(layer, x, out)
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return x [n, heads, head_dim] at positions [n], see scorers.base.Rotary."""
+        cos, sin = (part[:, None] for part in self._rope(positions))
+        return turned(x, cos, sin)
+
+    def unrotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return what rotate() was given."""
+        cos, sin = (part[:, None] for part in self._rope(positions))
+        return turned(x, cos, -sin)
 
     @torch.inference_mode()
     def decode(
@@ -105,7 +151,7 @@ class Llama:
         cos, sin = self._rope(torch.tensor([position], device=self.device))
         queries = []
         for layer, (k_cache, v_cache) in enumerate(cache):
-            q, k, v = self._qkv(layer, x, cos, sin)
+            q, k, v = self._qkv(layer, self._normed(layer, x), cos, sin)
             k_cache[:, :, position] = k[:, :, 0]
             v_cache[:, :, position] = v[:, :, 0]
             length = position + 1
@@ -120,20 +166,20 @@ class Llama:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         cache: LayerCache,
-        visible: Sequence[torch.Tensor],
+        visible: torch.Tensor,
     ) -> torch.Tensor:
         """Run one token per prompt, tokens [batch] at positions [batch]. Write their K and V to
         `cache`. Return logits [batch, vocab].
 
-        visible: by layer, the tokens of `cache` that each KV head attends to, bool
-        [batch, num_kv_heads, tokens], with at least one for each.
+        visible: tokens of `cache` that each KV head attends to, bool [num_layers, batch,
+        num_kv_heads, tokens], with at least one for each.
         """
         x = self.weights["embed_tokens.weight"][tokens][:, None]
         cos, sin = (part[:, None, None] for part in self._rope(positions))
         rows = torch.arange(len(tokens), device=self.device)
         group = self.shape.num_heads // self.shape.num_kv_heads
         for layer, (k_cache, v_cache) in enumerate(cache):
-            q, k, v = self._qkv(layer, x, cos, sin)
+            q, k, v = self._qkv(layer, self._normed(layer, x), cos, sin)
             k_cache[rows, :, positions] = k[:, :, 0]
             v_cache[rows, :, positions] = v[:, :, 0]
             grouped = q.unflatten(1, (-1, group))[:, :, :, 0]
@@ -166,7 +212,7 @@ class Llama:
         num_past = int(begins.max())
         hidden = torch.arange(num_past, device=self.device) >= begins[:, None]
         for layer, ((k_past, v_past), (k_own, v_own)) in enumerate(zip(past, own, strict=True)):
-            q, k, v = self._qkv(layer, x, cos, sin)
+            q, k, v = self._qkv(layer, self._normed(layer, x), cos, sin)
             k_own[:, :, step] = k[:, :, 0]
             v_own[:, :, step] = v[:, :, 0]
             grouped = q.unflatten(1, (-1, group))[:, :, :, 0] * self.shape.head_dim**-0.5
@@ -189,27 +235,25 @@ class Llama:
         angle = positions.float()[:, None] * (1.0 / self.shape.rope_theta**exponent)[None]
         return angle.cos(), angle.sin()
 
+    def _normed(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of a layer's projections to q, k and v."""
+        weight = self.weights[f"layers.{layer}.input_layernorm.weight"]
+        return F.rms_norm(x, (x.shape[-1],), weight, self.shape.rms_eps)
+
     def _qkv(
-        self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: int, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q [batch, num_heads, T, head_dim], k and v [batch, num_kv_heads, T, head_dim].
 
-        Rotary positions are applied to the (first, second) half pairs of q and k.
+        h: see _normed(). Rotary positions are applied to the (first, second) half pairs of q and k.
         """
-        prefix = f"layers.{layer}."
-        h = F.rms_norm(
-            x, (x.shape[-1],), self.weights[prefix + "input_layernorm.weight"], self.shape.rms_eps
-        )
 
         def heads(name: str) -> torch.Tensor:
-            projected = F.linear(h, self.weights[f"{prefix}self_attn.{name}.weight"])
+            projected = F.linear(h, self.weights[f"layers.{layer}.self_attn.{name}.weight"])
             return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
-        def rotate(t: torch.Tensor) -> torch.Tensor:
-            first, second = t.chunk(2, dim=-1)
-            return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-        return rotate(heads("q_proj")), rotate(heads("k_proj")), heads("v_proj")
+        q, k = (turned(heads(name), cos, sin) for name in ("q_proj", "k_proj"))
+        return q, k, heads("v_proj")
 
     def _after_attention(self, layer: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the output projection and the MLP.
@@ -229,6 +273,12 @@ class Llama:
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         h = F.rms_norm(x, (x.shape[-1],), self.weights["norm.weight"], self.shape.rms_eps)
         return F.linear(h, self.projection)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs of the first and the second half of x's last dimension."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def attend(

@@ -4,32 +4,28 @@ behind the first rejection."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from acceptance.confidence import log_odds_and_lead, write_digits
 from acceptance.drafting import PageMap, TargetRun, from_pages, to_pages
 from acceptance.model import Llama
-from kvspec_kernels.reference.page_selection import page_mass
-from sglang_kvspec.runtime.draft_view import DraftView
-from sglang_kvspec.runtime.request_state import RequestState
-from sglang_kvspec.runtime.sampling import SamplingParams
 
 # Full pages that a request keeps in full precision: the default of --kvspec-recent-pages.
 RECENT_PAGES = 1
-# Verified queries whose mass on the pages read is noted, for every view.
-MASS_QUERIES = 8
 
 
 @dataclass(slots=True)
 class Rounds:
     """Rounds of one request, in order. accepted: accept lengths. pages_read: shares of the full
-    pages that drafts read. mass: shares of the attention mass of full pages that is on the pages
-    read. top, lead: how sure each draft of a round was, as confidence.py writes it, noted only
+    pages that drafts read by a view. tokens_read: shares of all tokens that drafts read by scores.
+    mass: shares of the attention mass of full pages that is on the pages read. top, lead: how sure each draft of a round was, as confidence.py writes it, noted only
     where rounds begin at every token."""
 
     accepted: list[int] = field(default_factory=list)
     pages_read: list[float] = field(default_factory=list)
+    tokens_read: list[float] = field(default_factory=list)
     mass: list[float] = field(default_factory=list)
     top: list[str] = field(default_factory=list)
     lead: list[str] = field(default_factory=list)
@@ -52,18 +48,40 @@ class DraftCaches:
 
     def encode(self, row: int, num_tokens: int) -> None:
         """Encode the pages that have left the recent window of a request of num_tokens tokens."""
-        end = max(num_tokens // self.page_size - RECENT_PAGES, 0) * self.page_size
-        self._copy(self._anchors, row, self._num_encoded[row], end)
-        self._num_encoded[row] = end
-
-    def restore(self, row: int, begin: int, end: int) -> None:
-        """Replace what drafts wrote for tokens begin .. end - 1 by what the target wrote."""
-        self._copy(self._exact, row, begin, end)
-
-    def _copy(self, source: list, row: int, begin: int, end: int) -> None:
-        for parts, others in zip(self.layers, source, strict=True):
+        begin, end = self._num_encoded[row], self.first_recent(num_tokens)
+        if begin == end:
+            return
+        for parts, others in zip(self.layers, self._anchors, strict=True):
             for part, other in zip(parts, others, strict=True):
                 part[row, :, begin:end] = other[row, :, begin:end]
+        self._num_encoded[row] = end
+
+    def first_recent(self, num_tokens: int) -> int:
+        """Return the first token of the recent window of a request of num_tokens tokens."""
+        return max(num_tokens // self.page_size - RECENT_PAGES, 0) * self.page_size
+
+    def restore(self, rows: torch.Tensor, places: torch.Tensor) -> None:
+        """Replace what drafts wrote for tokens by what the target wrote. rows: requests [n];
+        places: tokens of each [n, number of drafts]."""
+        where = (rows[:, None], slice(None), places)
+        for parts, others in zip(self.layers, self._exact, strict=True):
+            for part, other in zip(parts, others, strict=True):
+                part[where] = other[where]
+
+
+class Reads(Protocol):
+    """Rule that tells which tokens the drafts of each round read."""
+
+    def visible(self, at: torch.Tensor, going: torch.Tensor, found: list[Rounds]) -> torch.Tensor:
+        """Return which tokens of the cache drafts may see, bool [num_layers, batch, num_kv_heads,
+        tokens], at least one for each head. The caller masks tokens that are yet to come.
+
+        at: index of each request's pending token among the tokens of the run [batch]. going:
+        requests that draft [batch] bool. Notes in `found` what they read.
+        """
+
+    def verified(self, row: int, first: int, count: int) -> None:
+        """Note that the tokens first .. first + count - 1 of a request's run were verified."""
 
 
 @torch.inference_mode()
@@ -71,13 +89,11 @@ def run_rounds(
     model: Llama,
     run: TargetRun,
     caches: DraftCaches,
-    view: DraftView,
-    budget: float,
+    reads: Reads,
     draft_len: int,
 ) -> list[Rounds]:
     """Take every request of a target run through rounds of draft_len drafts, as long as its tokens
-    last. Return the rounds by request. Overwrites `caches`. budget: share of the pages that a view
-    with budgets reads.
+    last. Return the rounds by request. Overwrites `caches`.
 
     The target's own greedy tokens are the verification: a draft is kept where it is the same token.
     """
@@ -85,16 +101,18 @@ def run_rounds(
     # Index of the pending token of each request among the tokens of the run.
     at = torch.zeros(len(found), dtype=torch.int64, device=run.tokens.device)
     while bool((going := at + draft_len <= run.steps).any()):
-        visible = _visible(model, run, caches, view, budget, at, going, found)
-        drafts = _draft(model, run, caches, at.clamp_max(run.steps - draft_len), draft_len, visible)
-        places = (at[:, None] + 1 + torch.arange(draft_len, device=at.device)).clamp_max(run.steps)
-        agrees = drafts == run.tokens.gather(1, places)
-        accepted = agrees.int().cumprod(1).sum(1)
-        for row in going.nonzero().flatten().tolist():
-            found[row].accepted.append(int(accepted[row]))
-            first = run.prompt_len + int(at[row])
-            caches.restore(row, first, first + draft_len)
+        rows = going.nonzero().flatten()
+        begins = dict(zip(rows.tolist(), at[rows].tolist(), strict=True))
+        for row, first in begins.items():
+            caches.encode(row, run.prompt_len + first)
+        visible = reads.visible(at, going, found)
+        accepted = _accepted(model, run, caches, at, going, draft_len, visible)
+        places = run.prompt_len + at[rows, None] + torch.arange(draft_len, device=at.device)
+        caches.restore(rows, places)
         at += torch.where(going, accepted + 1, 0)
+        for row, length in zip(begins, accepted[rows].tolist(), strict=True):
+            found[row].accepted.append(length)
+            reads.verified(row, begins[row], length + 1)
     return found
 
 
@@ -144,83 +162,29 @@ def _draft_together(
     return torch.stack(drafts, dim=1), torch.stack(confidence, dim=1)
 
 
-def _visible(
+def _accepted(
     model: Llama,
     run: TargetRun,
     caches: DraftCaches,
-    view: DraftView,
-    budget: float,
     at: torch.Tensor,
     going: torch.Tensor,
-    found: list[Rounds],
-) -> list[torch.Tensor]:
-    """Return which tokens the drafts of a round may see, as decode_masked() takes it, and note in
-    `found` what they read. Encodes pages."""
-    shape, size = model.shape, caches.page_size
-    num_tokens = run.cache[0][0].shape[2]
-    masks = torch.ones(
-        (shape.num_layers, len(found), shape.num_kv_heads, num_tokens),
-        dtype=torch.bool,
-        device=at.device,
-    )
-    for row in going.nonzero().flatten().tolist():
-        committed = run.prompt_len + int(at[row])
-        caches.encode(row, committed)
-        num_pages = committed // size
-        state = RequestState("", committed, 0, [], SamplingParams(), 1, budget=budget)
-        if view.num_queries:
-            state.page_mass = _mass(run, caches, row, committed, view.num_queries)
-            state.num_scored = state.page_mass.shape[-1]
-        seen = view.select(state, num_pages)
-        if seen is None:
-            found[row].pages_read.append(1.0)
-            found[row].mass.append(1.0)
-            continue
-        mass = _mass(run, caches, row, committed, MASS_QUERIES)
-        lists = seen.to(at.device).expand(shape.num_layers, shape.num_kv_heads, -1)
-        read = torch.zeros((*mass.shape[:-1], num_pages), dtype=torch.bool, device=at.device)
-        read.scatter_(-1, lists, True)
-        found[row].pages_read.append(float(read.float().mean()))
-        covered = mass * read[..., : mass.shape[-1]]
-        found[row].mass.append(float(covered.sum() / mass.sum()))
-        masks[:, row, :, : num_pages * size] = read.repeat_interleave(size, -1)
-    return list(masks)
-
-
-def _mass(
-    run: TargetRun, caches: DraftCaches, row: int, committed: int, num_queries: int
-) -> torch.Tensor:
-    """Return page_mass of the last num_queries verified tokens on the pages before them,
-    [num_layers, num_kv_heads, num_pages]."""
-    num_pages = (committed - num_queries) // caches.page_size
-    begin, by_layer = committed - num_queries, []
-    for before, after, (k, _) in zip(run.prompt_queries, run.queries, caches.layers, strict=True):
-        all_queries = torch.cat((before[row], after[row]), dim=1)
-        first = begin - run.prompt_len + before.shape[2]
-        q = all_queries[:, first : first + num_queries].transpose(0, 1)
-        keys = k[row, :, : num_pages * caches.page_size].transpose(0, 1)
-        by_layer.append(page_mass(q, keys, caches.page_size, k.shape[-1] ** -0.5))
-    return torch.stack(by_layer)
-
-
-def _draft(
-    model: Llama,
-    run: TargetRun,
-    caches: DraftCaches,
-    at: torch.Tensor,
     draft_len: int,
-    visible: list[torch.Tensor],
+    visible: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the drafts [batch, draft_len] behind the pending tokens."""
+    """Return how many drafts of each request agree with the target [batch], 0 for those that do not
+    draft. Drafting ends early where no further draft can count. visible: [num_layers, batch,
+    num_kv_heads, tokens]."""
+    # Requests at their end draft along, for nothing.
+    at = at.clamp_max(run.steps - draft_len)
     places = torch.arange(run.cache[0][0].shape[2], device=at.device)
     token = run.tokens.gather(1, at[:, None])[:, 0]
-    drafts = []
+    agrees, accepted = going.clone(), torch.zeros_like(at)
     for step in range(draft_len):
         positions = run.prompt_len + at + step
         past = (places <= positions[:, None])[:, None]
-        logits = model.decode_masked(
-            token, positions, caches.layers, [mask & past for mask in visible]
-        )
-        token = logits.argmax(-1)
-        drafts.append(token)
-    return torch.stack(drafts, dim=1)
+        token = model.decode_masked(token, positions, caches.layers, visible & past).argmax(-1)
+        agrees &= token == run.tokens.gather(1, at[:, None] + step + 1)[:, 0]
+        accepted += agrees
+        if not bool(agrees.any()):
+            break
+    return accepted

@@ -13,6 +13,7 @@ from acceptance.drafting import accepted_lengths, draft_cache, target_run, throu
 from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
 from acceptance.rounds import DraftCaches, run_rounds, run_rounds_at_every_token
+from acceptance.view_reads import ViewReads
 from bench_views import make_view
 
 from sglang_kvspec.codecs import make_codec
@@ -34,7 +35,8 @@ def run(model):
 
 def rounds_of(model, run, page_map, view):
     caches = DraftCaches(run, page_map, SIZE)
-    return run_rounds(model, run, caches, *make_view(view, model), DRAFT_LEN)
+    reads = ViewReads(model, run, caches, *make_view(view, model))
+    return run_rounds(model, run, caches, reads, DRAFT_LEN)
 
 
 def anchors(model):
