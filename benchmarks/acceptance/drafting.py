@@ -45,6 +45,16 @@ def through_target(codec: Codec) -> PageMap:
     return lambda k, v: codec.decode_target(*codec.encode(k, v))
 
 
+def in_parts(page_map: PageMap, pages: int) -> PageMap:
+    """Return a map that maps at most `pages` pages at once, for codecs with large temporaries."""
+
+    def mapped(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [page_map(*part) for part in zip(k.split(pages), v.split(pages), strict=True)]
+        return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
+
+    return mapped
+
+
 def target_run(model: Llama, prompts: torch.Tensor, steps: int, prefill_batch: int) -> TargetRun:
     """Prefill prompts [batch, T] and decode `steps` greedy tokens of each, all exact."""
     parts = [model.prefill(p, steps) for p in prompts.to(model.device).split(prefill_batch)]

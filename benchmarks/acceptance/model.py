@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 # Cache of a batch: one (k, v) pair per layer, each [batch, num_kv_heads, tokens, head_dim] fp32.
 # Heads come before tokens, so that a decode step reads the keys of each head contiguously.
 LayerCache = list[tuple[torch.Tensor, torch.Tensor]]
-# Called in each layer of a forward, before attention, with the layer's number; the normed input that
-# projections take, [batch, n, hidden_size]; queries [batch, num_heads, n, head_dim]; K and V of all
+# Called in each layer of a forward, before attention, with the layer's number; the normed input of
+# its projections [batch, n, hidden_size]; queries [batch, num_heads, n, head_dim]; K and V of all
 # tokens so far [batch, num_kv_heads, tokens, head_dim].
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 # Queries of a prompt's last tokens, by which draft views choose pages for the first round.

@@ -20,8 +20,9 @@ RECENT_PAGES = 1
 class Rounds:
     """Rounds of one request, in order. accepted: accept lengths. pages_read: shares of the full
     pages that drafts read by a view. tokens_read: shares of all tokens that drafts read by scores.
-    mass: shares of the attention mass of full pages that is on the pages read. top, lead: how sure each draft of a round was, as confidence.py writes it, noted only
-    where rounds begin at every token."""
+    mass: shares of the attention mass of full pages that is on the pages read. top, lead: how sure
+    each draft of a round was, as confidence.py writes it, noted only where rounds begin at every
+    token."""
 
     accepted: list[int] = field(default_factory=list)
     pages_read: list[float] = field(default_factory=list)
@@ -45,6 +46,13 @@ class DraftCaches:
             pages = [to_pages(part[:, :, :num_encoded], page_size) for part in (k, v)]
             self._anchors.append([from_pages(part, len(k)) for part in page_map(*pages)])
         self._num_encoded = [0] * len(run.tokens)
+
+    def reset(self) -> None:
+        """Return to the state before the first round."""
+        for parts, others in zip(self.layers, self._exact, strict=True):
+            for part, other in zip(parts, others, strict=True):
+                part.copy_(other)
+        self._num_encoded = [0] * len(self._num_encoded)
 
     def encode(self, row: int, num_tokens: int) -> None:
         """Encode the pages that have left the recent window of a request of num_tokens tokens."""
