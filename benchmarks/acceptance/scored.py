@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from acceptance.drafting import TargetRun
 from acceptance.model import Llama
 from acceptance.rounds import DraftCaches, Rounds
-from sglang_kvspec.scorers.base import LayerChunk, Scorer
+from sglang_kvspec.scorers.base import Allocation, LayerChunk, Scorer
 from sglang_kvspec.scorers.selection import kept_tokens
 
 # Tokens of a prompt that a scorer is shown at once.
@@ -146,6 +147,14 @@ def pieces(prompt: torch.Tensor) -> list[torch.Tensor]:
     return [prompt[:, max(0, start - LEAD) : start + step] for start in starts]
 
 
+class Kept(NamedTuple):
+    """Arguments of kept_tokens() beside scores."""
+
+    budget: float
+    allocation: Allocation
+    unit: int
+
+
 class AllReads:
     """rounds.Reads of every token."""
 
@@ -174,14 +183,13 @@ class ScoredReads:
         caches: DraftCaches,
         scorer: Scorer,
         scored: list[PromptScores],
-        budget: float,
-        unit: int,
+        kept: Kept,
     ) -> None:
-        """scored: of each request of the run; not changed. budget: share of the prompt's units that
-        drafts read. unit: tokens that are read together; prompts have whole units."""
+        """scored: of each request of the run; not changed. kept: what drafts read of prompts, which
+        have whole units."""
         self._run, self._caches, self._scorer = run, caches, scorer
         self._rotary = model if scorer.needs.rotary else None
-        self._budget, self._unit = budget, unit
+        self._rule = kept
         self._scores = [each.scores for each in scored]
         # Scorers replace tensors and do not change them.
         self._memory = [[dict(noted) for noted in each.memory] for each in scored]
@@ -228,7 +236,7 @@ class ScoredReads:
         """Return which tokens of the cache a request's drafts read by its scores, bool [num_layers,
         num_kv_heads, tokens]."""
         of_prompt = self._scores[row][..., : self._run.prompt_len]
-        kept = kept_tokens(of_prompt, self._budget, self._scorer.allocation, self._unit)
+        kept = kept_tokens(of_prompt, *self._rule)
         generated = self._run.cache[0][0].shape[2] - self._run.prompt_len
         return F.pad(kept, (0, generated), value=True)
 

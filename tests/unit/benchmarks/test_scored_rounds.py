@@ -17,6 +17,7 @@ from acceptance.scored import (
     LEAD,
     PIECE,
     AllReads,
+    Kept,
     PromptScorer,
     PromptScores,
     ScoredReads,
@@ -69,7 +70,8 @@ def caches(model, run):
 
 
 def rounds_by(model, run, caches, scorer, scored, budget, unit=SIZE):
-    reads = ScoredReads(model, run, caches, scorer, scored, budget, unit)
+    kept = Kept(budget, scorer.allocation, unit)
+    reads = ScoredReads(model, run, caches, scorer, scored, kept)
     return run_rounds(model, run, caches, reads, DRAFT_LEN)
 
 

@@ -1,0 +1,1 @@
+"""Parts of bench_compressors.py: methods, cost model, figures, table, plot."""

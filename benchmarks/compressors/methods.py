@@ -1,0 +1,150 @@
+"""Methods to measure: a scorer, a codec and a budget, and the bytes that they cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from acceptance.drafting import PageMap, through_anchor
+
+from kvspec_kernels.formats import FormatError
+from sglang_kvspec.codecs import find_codec, make_codec
+from sglang_kvspec.core.compressor import Allocation, Unit, parse_compressor
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.seams import CODECS, SCORERS
+from sglang_kvspec.scorers.base import Scorer
+from sglang_kvspec.scorers.making import make_scorer
+
+PAGE_SIZE = 64
+UNITS: Mapping[Unit, int] = {"pages": PAGE_SIZE, "tokens": 1}
+# Drafts that read the model's own KV.
+PLAIN = "plain"
+# Anchors that all methods are compared with, as --codecs and figures name them.
+DENSE4, DENSE4_LABEL = "uniform4:4", "uniform4_4bit"
+# Name in place of a scorer's where drafts read all tokens.
+ALL_TOKENS = "all"
+# dtype of the KV whose bytes are counted. Acceptance is measured in fp32.
+PLAIN_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """What drafts read of a token. text: as --codecs names it. label: the name in figures.
+    page_map: of exact pages. page_bytes: of K and V of a page and KV head, by head size, counted
+    with the model's own KV in 16 bits."""
+
+    text: str
+    label: str
+    page_map: PageMap
+    page_bytes: Callable[[int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """A scorer. label: the name in figures. unit: tokens that are read together. allocation: tokens
+    that compete for the budget."""
+
+    label: str
+    scorer: Scorer
+    unit: int
+    allocation: Allocation
+
+
+def anchors_of(text: str, head_dim: int) -> Anchors:
+    """Return the anchors that `plain` or CODEC[:BITS] names. Raises ConfigError for a codec or a
+    number of bits that does not exist, and for sizes that the codec does not take."""
+    if text == PLAIN:
+        return Anchors(text, PLAIN, lambda k, v: (k, v), _plain_page_bytes)
+    name, _, bits = text.partition(":")
+    if bits and not bits.isdecimal():
+        raise ConfigError(f"--codecs must be {PLAIN} or CODEC[:BITS], got {text!r}")
+    chosen = int(bits) if bits else find_codec(name).bit_choices[0]
+
+    def codec_of(size: int, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+        return make_codec(
+            name,
+            target="exact",
+            page_size=PAGE_SIZE,
+            head_dim=size,
+            dtype=dtype,
+            anchor_bits=chosen,
+        )
+
+    return Anchors(
+        text,
+        f"{name}_{chosen}bit",
+        through_anchor(codec_of(head_dim, torch.float32)),
+        lambda size: codec_of(size, torch.bfloat16).anchor_bytes,
+    )
+
+
+def _plain_page_bytes(head_dim: int) -> int:
+    return 2 * PAGE_SIZE * head_dim * PLAIN_BYTES
+
+
+def all_anchors(head_dim: int) -> tuple[list[Anchors], dict[str, str]]:
+    """Return the anchors of every registered codec with each number of bits, and why others cannot
+    be made for this head size, by text."""
+    found, refused = [], {}
+    for name in CODECS.names():
+        for bits in find_codec(name).bit_choices:
+            text = f"{name}:{bits}"
+            try:
+                found.append(anchors_of(text, head_dim))
+            except (ConfigError, FormatError) as error:
+                refused[text] = str(error)
+    return found, refused
+
+
+def chooser_of(text: str, by: Unit) -> Chooser:
+    """Return the scorer that a value of --kvspec-compressor names, by `by` unless the text asks for
+    tokens. Raises ConfigError for a name, an option or a value that does not exist."""
+    compressor = parse_compressor(text)
+    scorer = make_scorer(compressor)
+    label = [compressor.name]
+    for key, value in compressor.options.items():
+        # A file says nothing about the method.
+        label += [] if key == "file" else [key, re.sub(r"[^a-z0-9]+", "_", value.lower())]
+    if compressor.by != "pages":
+        by = compressor.by
+        label += ["by", by]
+    if compressor.heads is not None:
+        label += ["heads", compressor.heads]
+    return Chooser("_".join(label), scorer, UNITS[by], compressor.heads or scorer.allocation)
+
+
+def all_choosers(by: Unit) -> tuple[list[Chooser], dict[str, str]]:
+    """Return every registered scorer with its default options, and why others cannot be made, by
+    name."""
+    found, refused = [], {}
+    for name in SCORERS.names():
+        try:
+            found.append(chooser_of(name, by))
+        except ConfigError as error:
+            refused[name] = str(error)
+    return found, refused
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One row of the study. scorer, anchors: labels. budget: share of a prompt's units; 1 where
+    drafts read all tokens."""
+
+    scorer: str
+    anchors: str
+    budget: float
+
+    @property
+    def name(self) -> str:
+        if self.scorer == ALL_TOKENS:
+            return f"{ALL_TOKENS}.{self.anchors}"
+        return f"{self.scorer}.{self.anchors}.{100 * self.budget:g}pct"
+
+    @classmethod
+    def of(cls, name: str) -> Method:
+        """Return the method of a name."""
+        scorer, anchors, *budget = name.split(".", 2)
+        share = float(budget[0].removesuffix("pct")) / 100 if budget else 1.0
+        return cls(scorer, anchors, share)

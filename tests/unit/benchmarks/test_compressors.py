@@ -1,0 +1,151 @@
+"""Methods of bench_compressors.py, their bytes and their expected speed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from acceptance.model import LlamaShape
+from acceptance.rounds import Rounds
+from compressors.costs import (
+    CONTEXT_LEN,
+    MODEL,
+    NUM_REQUESTS,
+    accepted_curve,
+    expected_tokens_per_s,
+    plain_tokens_per_s,
+    residency,
+)
+from compressors.figures import DENSE4_METHOD, figures_of
+from compressors.methods import (
+    DENSE4,
+    DENSE4_LABEL,
+    PLAIN,
+    Method,
+    all_anchors,
+    all_choosers,
+    anchors_of,
+    chooser_of,
+)
+
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.seams import CODECS, SCORERS
+from sglang_kvspec.planning.costs import AcceptanceCurve
+from sglang_kvspec.planning.devices import find_device
+from sglang_kvspec.planning.forecast import Deployment
+from sglang_kvspec.planning.model_shape import ModelShape
+from sglang_kvspec.planning.throughput import cycle_of
+
+CURVE = AcceptanceCurve.geometric(0.97, 16)
+SHAPE = LlamaShape(3, 4, 2, 64, 1e-5, 1e6)
+
+
+def deployment():
+    model = ModelShape.from_config(json.loads(MODEL.read_text(encoding="utf-8")))
+    return Deployment(model, find_device("H200"), CURVE, "uniform4")
+
+
+def test_all_anchors_of_4_bits_are_as_fast_as_the_planner_says():
+    setting = deployment().setting(CONTEXT_LEN)
+    best = max(cycle_of(setting, n, NUM_REQUESTS, 0).tokens_per_s for n in range(1, 17))
+    found = expected_tokens_per_s(anchors_of(DENSE4, 64), 1.0, CURVE, rescored=False)
+    assert found == pytest.approx(best)
+    assert plain_tokens_per_s() < found
+
+
+def test_a_share_of_the_anchors_costs_what_the_planner_says_for_pages():
+    base = deployment()
+    costs = replace(base.costs(0.1), score_kv_token_s=0.0)
+    setting = replace(base.setting(CONTEXT_LEN), costs=costs)
+    best = max(cycle_of(setting, n, NUM_REQUESTS, 0).tokens_per_s for n in range(1, 17))
+    found = expected_tokens_per_s(anchors_of(DENSE4, 64), 0.1, CURVE, rescored=False)
+    assert found == pytest.approx(best)
+
+
+def test_fewer_bytes_are_faster_and_new_scores_are_slower():
+    def rate(text, share, rescored=False):
+        return expected_tokens_per_s(anchors_of(text, 64), share, CURVE, rescored=rescored)
+
+    assert rate(PLAIN, 1.0) < rate(DENSE4, 1.0) < rate("uniform4:2", 1.0)
+    assert rate(DENSE4, 1.0) < rate(DENSE4, 0.2) < rate(DENSE4, 0.1)
+    assert rate(DENSE4, 0.1, rescored=True) < rate(DENSE4, 0.1)
+
+
+def test_the_curve_of_rounds_counts_shorter_rounds():
+    curve = accepted_curve([0, 2, 16], 16)
+    assert curve.accepted[0] == pytest.approx(2 / 3)
+    assert curve.accepted[1] == pytest.approx(4 / 3)
+    assert curve.accepted[-1] == pytest.approx(6)
+
+
+def test_residency_counts_anchors_and_residuals():
+    quarter = residency(25, 100, 0.1)
+    assert (quarter.resident, quarter.hosted, quarter.freed) == pytest.approx((0.8, 4, 40))
+    plain = residency(100, 100, 0.5)
+    assert (plain.resident, plain.hosted, plain.freed) == pytest.approx((1, 1, 2))
+
+
+def test_names_of_methods_are_read_back():
+    for method in (
+        Method("snapkv", "uniform4_2bit", 0.05),
+        Method("random", PLAIN, 0.125),
+        DENSE4_METHOD,
+    ):
+        assert Method.of(method.name) == method
+
+
+def test_anchors_are_named_by_codec_and_bits():
+    assert anchors_of(DENSE4, 64).label == DENSE4_LABEL
+    assert anchors_of("uniform4", 64).label == DENSE4_LABEL
+    assert anchors_of(PLAIN, 64).page_bytes(64) == 2 * 64 * 64 * 2
+    found, refused = all_anchors(64)
+    assert {each.text.split(":")[0] for each in found} | {
+        text.split(":")[0] for text in refused
+    } == set(CODECS.names())
+    k = torch.randn(2, 64, 1, 64)
+    two, four = (anchors_of(f"uniform4:{bits}", 64).page_map(k, k)[0] for bits in (2, 4))
+    assert (two - k).norm() > (four - k).norm() > 0
+
+
+@pytest.mark.parametrize("text", ["uniform4:x", "uniform4:5", "nothing"])
+def test_codecs_that_do_not_exist_are_refused(text):
+    with pytest.raises(ConfigError):
+        anchors_of(text, 64)
+
+
+def test_scorers_are_named_by_their_options():
+    by_default = chooser_of("random", "pages")
+    assert (by_default.label, by_default.unit, by_default.allocation) == ("random", 64, "head")
+    other = chooser_of("random:seed=3,heads=model", "tokens")
+    assert (other.label, other.unit, other.allocation) == ("random_seed_3_heads_model", 1, "model")
+    assert other.scorer.seed == 3
+    assert chooser_of("random:by=tokens", "pages").label == "random_by_tokens"
+    found, refused = all_choosers("pages")
+    assert {each.label for each in found} | set(refused) == set(SCORERS.names())
+
+
+def test_figures_compare_a_method_with_all_tokens():
+    anchors = {each.label: each for each in (anchors_of(DENSE4, 64), anchors_of("uniform4:2", 64))}
+    some = Method("random", "uniform4_2bit", 0.1)
+    results = {
+        DENSE4_METHOD: [Rounds(accepted=[16, 8], tokens_read=[1.0, 1.0])],
+        Method("all", "uniform4_2bit", 1.0): [Rounds(accepted=[8], tokens_read=[1.0])],
+        some: [Rounds(accepted=[4, 8], tokens_read=[0.1, 0.3])],
+    }
+    figures = {f.name: f for f in figures_of(results, anchors, frozenset(), SHAPE, 16)}
+    prefix = f"compressors.{some.name}"
+    assert prefix == "compressors.random.uniform4_2bit.10pct"
+    assert figures[f"{prefix}.accepted"].value == 6
+    assert figures[f"{prefix}.accepted"].baseline == 8
+    assert figures[f"{prefix}.vs_dense"].value == pytest.approx(6 / 8)
+    assert figures[f"{prefix}.vs_dense4"].value == pytest.approx(6 / 12)
+    assert figures[f"{prefix}.read"].value == pytest.approx(0.2)
+    four, two = (anchors[label].page_bytes(64) for label in (DENSE4_LABEL, "uniform4_2bit"))
+    assert figures[f"{prefix}.bytes_vs_dense4"].value == pytest.approx(0.2 * two / four)
+    assert figures[f"{prefix}.bytes_per_token"].value == pytest.approx(0.2 * two / 64 * 6)
+    assert figures["compressors.all.uniform4_4bit.bytes_vs_dense4"].value == 1
+    assert figures[f"{prefix}.tokens_per_s"].baseline == pytest.approx(
+        figures["compressors.all.uniform4_4bit.tokens_per_s"].value
+    )
