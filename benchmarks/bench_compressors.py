@@ -37,19 +37,16 @@ from acceptance.scored import AllReads, Kept, PromptScores, ScoredReads, score_p
 from bench_views import parse_run, parser_of_runs
 from compressors.figures import Results, accepted_of, figures_of, raw_of, share_of
 from compressors.methods import (
-    ALL_TOKENS,
-    DENSE4,
     PAGE_SIZE,
-    PLAIN,
     UNITS,
     Anchors,
     Chooser,
-    Method,
     all_anchors,
     all_choosers,
     anchors_of,
     chooser_of,
 )
+from compressors.names import ALL_TOKENS, DENSE4, PLAIN, Method
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table

@@ -17,7 +17,8 @@ from compressors.costs import (
     plain_tokens_per_s,
     residency,
 )
-from compressors.methods import ALL_TOKENS, DENSE4_LABEL, PLAIN, Anchors, Method, anchors_of
+from compressors.methods import Anchors, anchors_of
+from compressors.names import ALL_TOKENS, DENSE4_LABEL, PLAIN, Method
 
 # Rounds of several requests by method.
 Results = Mapping[Method, list[Rounds]]

@@ -1,4 +1,4 @@
-"""Methods to measure: a scorer, a codec and a budget, and the bytes that they cost."""
+"""Scorers and codecs to measure, by the names that arguments give them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from acceptance.drafting import PageMap, through_anchor
 
+from compressors.names import PLAIN
 from kvspec_kernels.formats import FormatError
 from sglang_kvspec.codecs import find_codec, make_codec
 from sglang_kvspec.core.compressor import Allocation, Unit, parse_compressor
@@ -19,12 +20,6 @@ from sglang_kvspec.scorers.making import make_scorer
 
 PAGE_SIZE = 64
 UNITS: Mapping[Unit, int] = {"pages": PAGE_SIZE, "tokens": 1}
-# Drafts that read the model's own KV.
-PLAIN = "plain"
-# Anchors that all methods are compared with, as --codecs and figures name them.
-DENSE4, DENSE4_LABEL = "uniform4:4", "uniform4_4bit"
-# Name in place of a scorer's where drafts read all tokens.
-ALL_TOKENS = "all"
 # dtype of the KV whose bytes are counted. Acceptance is measured in fp32.
 PLAIN_BYTES = 2
 
@@ -125,26 +120,3 @@ def all_choosers(by: Unit) -> tuple[list[Chooser], dict[str, str]]:
         except ConfigError as error:
             refused[name] = str(error)
     return found, refused
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """One row of the study. scorer, anchors: labels. budget: share of a prompt's units; 1 where
-    drafts read all tokens."""
-
-    scorer: str
-    anchors: str
-    budget: float
-
-    @property
-    def name(self) -> str:
-        if self.scorer == ALL_TOKENS:
-            return f"{ALL_TOKENS}.{self.anchors}"
-        return f"{self.scorer}.{self.anchors}.{100 * self.budget:g}pct"
-
-    @classmethod
-    def of(cls, name: str) -> Method:
-        """Return the method of a name."""
-        scorer, anchors, *budget = name.split(".", 2)
-        share = float(budget[0].removesuffix("pct")) / 100 if budget else 1.0
-        return cls(scorer, anchors, share)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from acceptance.model import LlamaShape
+from acceptance.report import Figure
 from acceptance.rounds import Rounds
+from collect_compressors import place_figures, summary
 from compressors.costs import (
     CONTEXT_LEN,
     MODEL,
@@ -18,17 +20,12 @@ from compressors.costs import (
     plain_tokens_per_s,
     residency,
 )
+from compressors.doc_table import compressor_tables
 from compressors.figures import DENSE4_METHOD, figures_of
-from compressors.methods import (
-    DENSE4,
-    DENSE4_LABEL,
-    PLAIN,
-    Method,
-    all_anchors,
-    all_choosers,
-    anchors_of,
-    chooser_of,
-)
+from compressors.methods import all_anchors, all_choosers, anchors_of, chooser_of
+from compressors.names import DENSE4, DENSE4_LABEL, PLAIN, Method
+from compressors.plot import draw
+from compressors.points import WHATS, Point, cheapest, front, points_of
 
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.seams import CODECS, SCORERS
@@ -149,3 +146,80 @@ def test_figures_compare_a_method_with_all_tokens():
     assert figures[f"{prefix}.tokens_per_s"].baseline == pytest.approx(
         figures["compressors.all.uniform4_4bit.tokens_per_s"].value
     )
+
+
+def point(scorer, anchors, budget, bytes_, accepted, vs_dense4):
+    values = dict.fromkeys(WHATS, 1.0)
+    values |= {"bytes_vs_dense4": bytes_, "accepted": accepted, "vs_dense4": vs_dense4}
+    method = Method(scorer, anchors, budget)
+    rows = {
+        what: asdict(Figure(f"compressors.{method.name}.{what}", value, "x", 0.5))
+        for what, value in values.items()
+    }
+    return Point(method, rows)
+
+
+FEW = [
+    point("all", DENSE4_LABEL, 1.0, 1.0, 12.0, 1.0),
+    point("snapkv", DENSE4_LABEL, 0.05, 0.05, 9.0, 0.75),
+    point("snapkv", DENSE4_LABEL, 0.1, 0.1, 11.0, 0.92),
+    point("random", DENSE4_LABEL, 0.1, 0.1, 2.0, 0.17),
+    point("kvzip", "uniform4_2bit", 0.2, 0.12, 10.0, 0.83),
+    point("kvzip", PLAIN, 0.2, 0.8, 14.0, 1.17),
+]
+
+
+def test_the_front_has_every_method_that_no_other_beats():
+    names = [p.method.name for p in front(FEW)]
+    assert names == [
+        f"snapkv.{DENSE4_LABEL}.5pct",
+        f"snapkv.{DENSE4_LABEL}.10pct",
+        f"kvzip.{PLAIN}.20pct",
+    ]
+    for p in FEW:
+        beaten = any(
+            q["bytes_vs_dense4"] <= p["bytes_vs_dense4"] and q["accepted"] > p["accepted"]
+            for q in FEW
+        )
+        assert beaten == (p.method.name not in names)
+
+
+def test_the_best_method_keeps_nine_tenths_at_every_place():
+    worse = [replace(p, rows=p.rows | {"vs_dense4": {"value": p["vs_dense4"] / 1.2}}) for p in FEW]
+    assert cheapest(FEW).method.name == f"snapkv.{DENSE4_LABEL}.10pct"
+    assert cheapest(worse).method.name == f"kvzip.{PLAIN}.20pct"
+    assert cheapest(FEW[1:2]) is None
+    figures, best = summary({"one": FEW, "two": worse})
+    values = {figure.name: figure.value for figure in figures}
+    assert best == {
+        "all": f"kvzip.{PLAIN}.20pct",
+        "one": f"snapkv.{DENSE4_LABEL}.10pct",
+        "two": f"kvzip.{PLAIN}.20pct",
+    }
+    assert values["compressors.best.bytes_vs_dense4"] == 0.8
+    assert values["compressors.one.best.bytes_vs_dense4"] == 0.1
+    # Three scorers, and one codec with any number of bits.
+    assert values["compressors.methods"] == 4
+
+
+def test_points_are_read_back_from_figures():
+    rows = [asdict(figure) for figure in place_figures("here", FEW)]
+    rows += [{"name": "compressors.here.best.bytes_vs_dense4", "value": 0.1}]
+    found = points_of(rows, "compressors.here.")
+    assert [p.method for p in found] == [p.method for p in FEW]
+    assert [p["accepted"] for p in found] == [p["accepted"] for p in FEW]
+
+
+def test_tables_and_plot_follow_the_result(tmp_path):
+    path = tmp_path / "compressors.json"
+    assert compressor_tables(path) == {}
+    place = {"model": "some-model", "prompt_len": 16384}
+    rows = [asdict(figure) for figure in place_figures("here", FEW)]
+    result = {"settings": {"places": {"here": place}}, "figures": rows}
+    path.write_text(json.dumps(result), encoding="utf-8")
+    tables = compressor_tables(path)
+    assert "| `snapkv` | `uniform4_4bit` | 9.0 / 11.0 |" in tables["compressors"]
+    assert "| scorer | codec | some-model, 16,384 tokens |" in tables["compressors"]
+    assert tables["compressors_front"].count("\n") == 1 + len(front(FEW))
+    draw(path.with_suffix(".png"), {"some-model": FEW, "other": FEW[:3]}, 16)
+    assert path.with_suffix(".png").stat().st_size > 10_000

@@ -1,0 +1,121 @@
+"""Collect runs of bench_compressors.py into compressors.json, and draw compressors.png.
+
+    python benchmarks/collect_compressors.py --runs eval31m_16k=compressors_eval31m_16k.json \\
+        eval31m_32k=compressors_eval31m_32k.json smollm2_8k=compressors_smollm2_8k.json
+
+Paths are relative to benchmarks/results. --others: results of other scripts, whose figures named
+`compressors.` are taken over. `settings.parts` says where, when and at which commit each part was
+measured; --commit-of gives the commit of a part from a machine without git.
+
+Figures: compressors.PLACE.METHOD.WHAT of each run. compressors.methods: number of scorers and
+codecs. compressors.PLACE.best.bytes_vs_dense4: fewest bytes of a method that keeps 0.9 of the
+acceptance over all 4-bit anchors; compressors.best.bytes_vs_dense4: of one method for all places,
+the most of its bytes. `settings.best` names these methods. compressors.uniform2.accepted,
+compressors.rotated2.accepted: all 2-bit anchors of uniform4, and of the better codec that rotates,
+at the first place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from acceptance.report import Figure, figure_of, write_json
+from compressors.doc_table import title_of
+from compressors.plot import draw
+from compressors.points import (
+    Point,
+    accepted_alone,
+    cheapest,
+    cheapest_everywhere,
+    front,
+    names_of,
+    points_of,
+)
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PREFIX = "compressors."
+ANCHORS_OF_2_BITS = {
+    "uniform2": ("uniform4_2bit",),
+    "rotated2": ("rotatekv_2bit", "turboquant_2bit"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", nargs="+", required=True, metavar="PLACE=FILE")
+    parser.add_argument("--others", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--commit-of", nargs="*", default=[], metavar="FILE=COMMIT")
+    parser.add_argument("--out", type=Path, default=RESULTS / "compressors.json")
+    args = parser.parse_args()
+    given = dict(text.split("=") for text in args.commit_of)
+    parts: dict[str, Any] = {}
+
+    def part(name: str) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        parts[name] = {key: result.get(key) for key in ("commit", "date", "machine")}
+        if parts[name]["commit"] in (None, "unknown"):
+            parts[name]["commit"] = f"{given[name]} (given)"
+        return result
+
+    runs = {place: part(name) for place, name in (text.split("=") for text in args.runs)}
+    points = {place: points_of(run["figures"], PREFIX) for place, run in runs.items()}
+    figures, best = summary(points)
+    for place, found in points.items():
+        figures += place_figures(place, found)
+    for name in args.others:
+        rows = part(name)["figures"]
+        figures += [figure_of(row, row["name"]) for row in rows if row["name"].startswith(PREFIX)]
+    kept = ("model", "prompt_len", "prompts", "new_tokens", "draft_len", "text", "by", "scorers")
+    places = {place: {key: run["settings"][key] for key in kept} for place, run in runs.items()}
+    settings = {
+        "parts": parts,
+        "places": places,
+        "best": best,
+        "front": {place: [p.method.name for p in front(found)] for place, found in points.items()},
+    }
+    write_json(args.out, "compressors", torch.device("cpu"), settings, figures)
+    titles = {title_of(places[place]): found for place, found in points.items()}
+    draw(args.out.with_suffix(".png"), titles, next(iter(places.values()))["draft_len"])
+
+
+def summary(points: Mapping[str, list[Point]]) -> tuple[list[Figure], dict[str, str]]:
+    """Return the figures of all places together, and the names of the best methods, by place and
+    for all places. points: of each place."""
+    every = [point for found in points.values() for point in found]
+    figures = [Figure(f"{PREFIX}methods", len(names_of(every)), "methods")]
+    best: dict[str, str] = {}
+    everywhere = cheapest_everywhere(points.values())
+    if everywhere is not None:
+        method, most = everywhere
+        best["all"] = method.name
+        figures.append(Figure(f"{PREFIX}best.bytes_vs_dense4", most, "x", baseline=1.0))
+    for place, found in points.items():
+        chosen = cheapest(found)
+        if chosen is not None:
+            best[place] = chosen.method.name
+            name = f"{PREFIX}{place}.best.bytes_vs_dense4"
+            figures.append(Figure(name, chosen["bytes_vs_dense4"], "x", baseline=1.0))
+    first = next(iter(points.values()))
+    for name, labels in ANCHORS_OF_2_BITS.items():
+        alone = accepted_alone(first, labels)
+        if alone is not None:
+            figures.append(figure_of(alone.rows["accepted"], f"{PREFIX}{name}.accepted"))
+    return figures, best
+
+
+def place_figures(place: str, points: list[Point]) -> list[Figure]:
+    """Return the figures of one run under the name of its place."""
+    return [
+        figure_of(row, f"{PREFIX}{place}.{point.method.name}.{what}")
+        for point in points
+        for what, row in point.rows.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()
