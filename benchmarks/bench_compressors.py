@@ -12,7 +12,8 @@ usage: python benchmarks/bench_compressors.py [MODEL] --out benchmarks/results/c
 
 --scorers: default every registered scorer that needs no file. kvzap reads a file of
 train_kvzap.py, duo one of calibrate_duo.py. --codecs: what every scorer is read through. --alone:
-codecs whose anchors drafts read whole; default all. collect_compressors.py puts runs together.
+codecs whose anchors drafts read whole; default all. The result is written after each batch of
+prompts; large batches are fastest. collect_compressors.py puts runs together.
 
 Figures of each method, `compressors.SCORER.CODEC.BUDGETpct` or `compressors.all.CODEC`:
 accepted (of --draft-len; the baseline reads all tokens of the same codec), vs_dense (ratio to that
@@ -45,6 +46,7 @@ from compressors.methods import (
     all_choosers,
     anchors_of,
     chooser_of,
+    options_of,
 )
 from compressors.names import ALL_TOKENS, DENSE4, PLAIN, Method
 from rich.console import Console
@@ -68,32 +70,34 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     prompts, sources = cut_prompts(args.model, args.prompts, args.length, args.seed, args.text)
-    results = study.measure(prompts)
-    settings = {
-        "model": args.model.name,
-        "prompts": args.prompts,
-        "prompt_len": args.length,
-        "new_tokens": args.new_tokens,
-        "draft_len": args.draft_len,
-        "text": args.text,
-        "prompts_from": sources,
-        "seed": args.seed,
-        "page_size": PAGE_SIZE,
-        "by": args.by,
-        "scorers": {each.label: repr(each.scorer) for each in study.choosers},
-        "left_out": study.left_out,
-        "spread": "95% half width over requests",
-        "raw": raw_of(results),
-    }
     anchors = {each.label: each for each in study.alone}
     rescored = frozenset(each.label for each in study.choosers if each.scorer.needs.drafting)
-    figures = figures_of(results, anchors, rescored, model.shape, args.draft_len)
-    report.write_json(args.out, "compressors", device, settings, figures, commit=args.commit)
+    results: Results = {}
+    for done, results in study.measure(prompts):
+        settings = {
+            "model": args.model.name,
+            "prompts": done,
+            "prompt_len": args.length,
+            "new_tokens": args.new_tokens,
+            "draft_len": args.draft_len,
+            "text": args.text,
+            "prompts_from": sources,
+            "seed": args.seed,
+            "page_size": PAGE_SIZE,
+            "by": args.by,
+            "scorers": {each.label: options_of(each) for each in study.choosers},
+            "left_out": study.left_out,
+            "spread": "95% half width over requests",
+            "raw": raw_of(results),
+        }
+        figures = figures_of(results, anchors, rescored, model.shape, args.draft_len)
+        report.write_json(args.out, "compressors", device, settings, figures, commit=args.commit)
     print_results(results, study.left_out, args.draft_len)
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
-    parser = parser_of_runs(description, length=16384, new_tokens=256)
+    parser = parser_of_runs(description, length=16384, new_tokens=128)
+    parser.set_defaults(prompts=24, batch=24)
     add = parser.add_argument
     add("--scorers", nargs="*", metavar="NAME[:key=value,...]", help="default: all without a file")
     add(
@@ -144,8 +148,8 @@ class Study:
         composed = [anchors_of(text, head_dim) for text in args.codecs]
         return cls(args, model, choosers, composed, alone, left_out)
 
-    def measure(self, prompts: torch.Tensor) -> Results:
-        """Return the rounds of all methods, by prompt in order."""
+    def measure(self, prompts: torch.Tensor) -> Iterator[tuple[int, Results]]:
+        """Yield the number of prompts so far and the rounds of all methods, batch by batch."""
         args = self._args
         results: dict[Method, list[Rounds]] = {}
         batches = prompts.split(args.batch)
@@ -153,7 +157,7 @@ class Study:
         with Progress(*columns, TimeElapsedColumn()) as progress:
             methods = len(self.alone) + len(self.choosers) * len(self.composed) * len(args.budgets)
             task = progress.add_task("target run", total=len(batches) * (2 + methods))
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 progress.update(task, description="target run")
                 run = target_run(self._model, batch, args.new_tokens, prefill_batch=1)
                 progress.update(task, advance=1, description="scores")
@@ -164,7 +168,7 @@ class Study:
                     for method, rounds in self._rounds(run, anchors, scores):
                         progress.update(task, advance=1, description=method.name)
                         results.setdefault(method, []).extend(rounds)
-        return results
+                yield number * args.batch + len(batch), results
 
     def _rounds(
         self, run: TargetRun, anchors: Anchors, scores: dict[str, list[PromptScores]]

@@ -23,8 +23,11 @@ def compressor_tables(path: Path) -> dict[str, str]:
 
 
 def title_of(place: Mapping[str, Any]) -> str:
-    """Return the model and the length of prompts of a place."""
-    return f"{place['model']}, {place['prompt_len']:,} tokens"
+    """Return the model, the length of prompts and the kind of a place."""
+    title = f"{place['model']}, {place['prompt_len']:,} tokens"
+    if place["text"] != "code":
+        title += f", {place['text'].capitalize()}"
+    return title if place["by"] == "pages" else f"{title}, by {place['by']}"
 
 
 def accepted_table(places: Mapping[str, list[Point]]) -> str:

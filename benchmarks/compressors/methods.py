@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 from acceptance.drafting import PageMap, through_anchor
@@ -108,6 +110,19 @@ def chooser_of(text: str, by: Unit) -> Chooser:
     if compressor.heads is not None:
         label += ["heads", compressor.heads]
     return Chooser("_".join(label), scorer, UNITS[by], compressor.heads or scorer.allocation)
+
+
+def options_of(chooser: Chooser) -> dict[str, Any]:
+    """Return what a scorer was given, without the folder of a file."""
+    found = {
+        "scorer": type(chooser.scorer).__name__,
+        "unit": chooser.unit,
+        "allocation": chooser.allocation,
+    }
+    for each in fields(chooser.scorer):  # type: ignore[arg-type]
+        value = getattr(chooser.scorer, each.name)
+        found[each.name] = Path(value).name if each.name == "file" else value
+    return found
 
 
 def all_choosers(by: Unit) -> tuple[list[Chooser], dict[str, str]]:

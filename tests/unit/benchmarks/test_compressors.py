@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
+import bench_compressors
 import pytest
 import torch
 from acceptance.model import LlamaShape
@@ -20,7 +22,7 @@ from compressors.costs import (
     plain_tokens_per_s,
     residency,
 )
-from compressors.doc_table import compressor_tables
+from compressors.doc_table import compressor_tables, title_of
 from compressors.figures import DENSE4_METHOD, figures_of
 from compressors.methods import all_anchors, all_choosers, anchors_of, chooser_of
 from compressors.names import DENSE4, DENSE4_LABEL, PLAIN, Method
@@ -213,7 +215,9 @@ def test_points_are_read_back_from_figures():
 def test_tables_and_plot_follow_the_result(tmp_path):
     path = tmp_path / "compressors.json"
     assert compressor_tables(path) == {}
-    place = {"model": "some-model", "prompt_len": 16384}
+    place = {"model": "some-model", "prompt_len": 16384, "text": "code", "by": "pages"}
+    other = place | {"text": "english", "by": "tokens"}
+    assert title_of(other) == "some-model, 16,384 tokens, English, by tokens"
     rows = [asdict(figure) for figure in place_figures("here", FEW)]
     result = {"settings": {"places": {"here": place}}, "figures": rows}
     path.write_text(json.dumps(result), encoding="utf-8")
@@ -223,3 +227,27 @@ def test_tables_and_plot_follow_the_result(tmp_path):
     assert tables["compressors_front"].count("\n") == 1 + len(front(FEW))
     draw(path.with_suffix(".png"), {"some-model": FEW, "other": FEW[:3]}, 16)
     assert path.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_a_run_records_every_method(tmp_path, monkeypatch):
+    model = Path(__file__).resolve().parents[3] / "models" / "demo-5m"
+    out = tmp_path / "run.json"
+    text = f"bench {model} --out {out} --length 128 --prompts 3 --batch 2 --new-tokens 9"
+    text += " --draft-len 4 --budgets 0.5 1 --codecs uniform4:2 --alone --scorers random:seed=1"
+    monkeypatch.setattr("sys.argv", text.split())
+    bench_compressors.main()
+    result = json.loads(out.read_text(encoding="utf-8"))
+    names = [f"random_seed_1.uniform4_2bit.{share}pct" for share in (50, 100)]
+    assert list(result["settings"]["raw"]) == [
+        "all.uniform4_4bit",
+        "all.uniform4_2bit",
+        *names,
+    ]
+    assert all(len(requests) == 3 for requests in result["settings"]["raw"].values())
+    assert result["settings"]["prompts"] == 3
+    raw = result["settings"]["raw"]
+    assert raw[names[1]] == raw["all.uniform4_2bit"]
+    found = points_of(result["figures"], "compressors.")
+    assert [p.method.name for p in found] == list(raw)
+    settings = result["settings"]["scorers"]["random_seed_1"]
+    assert settings == {"scorer": "RandomTokens", "unit": 64, "allocation": "head", "seed": 1}
