@@ -1,11 +1,13 @@
 """Compare answers of every scorer and codec with plain SGLang's.
 
-    python benchmarks/check_compressors.py [METHOD ...] [--file SCORER=PATH ...] [--out RESULT.json]
+    python benchmarks/check_compressors.py [METHOD ...] [--file SCORER=PATH ...]
+        [--more kvpress:press=SnapKVPress ...] [--jobs N] [--out RESULT.json]
 
 Each method has a CPU server of its own, with --kvspec-compressor or --kvspec-codec, in fp32. The
 scorers of tests/plugins, which choose as badly as they can, are methods too. Each server answers
 prompts one at a time, all at once, and continued behind their cached prefix. A scorer that needs a
-file is left out, and recorded with the reason, unless --file names one.
+file is left out, and recorded with the reason, unless --file names one. --more: further values of
+--kvspec-compressor, such as presses of kvpress.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,28 +69,22 @@ class Outcome:
 
 def main() -> int:
     args = parse_arguments()
-    methods = [m for m in all_methods(args.file) if not args.methods or m.name in args.methods]
-    expected: list[list[int]] = []
-    found: dict[str, dict[str, Any]] = {}
     asked = prompts()
-    for method in (Method("plain"), *methods):
+    expected = ask_server(Method("plain"), asked, [], args.logs).raw
+    methods = [*all_methods(args.file), *map(scorer_method, args.more)]
+    chosen = [method for method in methods if not args.methods or method.name in args.methods]
+    found: dict[str, dict[str, Any]] = {each.name: {"problem": each.problem} for each in chosen}
+    tried = [method for method in chosen if not method.problem]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = {pool.submit(ask_server, each, asked, expected, args.logs): each for each in tried}
+        for run in as_completed(runs):
+            method, outcome = runs[run], run.result()
+            measured = {key: value for key, value in asdict(outcome).items() if key != "raw"}
+            found[method.name] = {"flags": method.flags, **measured}
+            console.print(f"{method.name}: {measured}")
+    for method in chosen:
         if method.problem:
-            found[method.name] = {"problem": method.problem}
             console.print(f"{method.name}: left out: {method.problem}")
-            continue
-        outcome = ask_server(method, asked, expected, args.logs)
-        if method.name == "plain":
-            expected = outcome.raw
-            continue
-        found[method.name] = {
-            "flags": method.flags,
-            "answers": outcome.answers,
-            "mismatches": outcome.mismatches,
-            "drafted": outcome.drafted,
-            "accepted": outcome.accepted,
-            "share_read": outcome.share_read,
-        }
-        console.print(f"{method.name}: {found[method.name]}")
     return write(args.out, found)
 
 
@@ -96,6 +92,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("methods", nargs="*", metavar="METHOD")
+    add("--more", nargs="*", default=[], metavar="VALUE", help="values of --kvspec-compressor")
+    add("--jobs", type=int, default=1, help="servers at the same time (default: %(default)s)")
     add("--file", nargs="*", default=[], metavar="SCORER=PATH", help="files of scorers")
     results = ROOT / "benchmarks" / "results"
     add("--out", type=Path, default=results / "compressor_identity.json")
@@ -114,17 +112,22 @@ def all_methods(files: Sequence[str]) -> list[Method]:
         except ConfigError as error:
             methods.append(Method(name, problem=str(error)))
             continue
-        flags = (f"--kvspec-compressor={text}", f"--kvspec-draft-budget={BUDGET}")
-        methods.append(Method(name, flags))
-    methods += [
-        Method(name, (f"--kvspec-compressor={name}", f"--kvspec-draft-budget={BUDGET}"))
-        for name in ADVERSARIAL
-    ]
+        methods.append(scorer_method(text))
+    methods += map(scorer_method, ADVERSARIAL)
     for name in CODECS.names():
         for bits in CODECS.load(name).bit_choices:
             flags = (f"--kvspec-codec={name}", f"--kvspec-anchor-bits={bits}")
             methods.append(Method(f"{name}.{bits}", flags))
     return methods
+
+
+def scorer_method(text: str) -> Method:
+    """Return the method of a value of --kvspec-compressor."""
+    compressor = parse_compressor(text)
+    press = compressor.options.get("press")
+    name = compressor.name if press is None else f"{compressor.name}.{press}"
+    flags = (f"--kvspec-compressor={text}", f"--kvspec-draft-budget={BUDGET}")
+    return Method(name, flags)
 
 
 def prompts() -> list[list[int]]:
@@ -182,9 +185,11 @@ def write(path: Path, found: dict[str, dict[str, Any]]) -> int:
     tried = [each for each in found.values() if "answers" in each]
     mismatches = sum(each["mismatches"] for each in tried)
     answers = sum(each["answers"] for each in tried)
+    presses = sum(name.startswith("kvpress.") for name in found)
     figures = [
         Figure("compressors.identity.mismatches", mismatches, f"of {answers} answers", None, 0),
         Figure("compressors.identity.methods", len(tried), "methods"),
+        Figure("compressors.kvpress", presses, "presses"),
     ]
     settings = {
         "model": MODEL.name,
