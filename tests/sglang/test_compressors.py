@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from harness.client import GenerateClient
@@ -33,14 +35,7 @@ def served_with(servers: ServerSwitch, compressor: str, schedule: str) -> Genera
     return servers.use(replace(spec, environment=(("PYTHONPATH", python_path_with(PLUGINS)),)))
 
 
-@pytest.mark.parametrize(
-    ("compressor", "schedule"),
-    [("random:seed=7,by=tokens,heads=layer", "rounds"), ("checked_inputs:power=1", "staggered")],
-)
-def test_a_compressor_serves_losslessly(
-    servers: ServerSwitch, reference: PlainReference, compressor: str, schedule: str
-) -> None:
-    client = served_with(servers, compressor, schedule)
+def assert_lossless(client: GenerateClient, reference: PlainReference, compressor: str) -> None:
     # The second time, prompts are cached prefixes, whose scores are known.
     for _ in range(2):
         reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
@@ -50,6 +45,29 @@ def test_a_compressor_serves_losslessly(
     # A tenth of the prompt's pages, and the tokens behind it.
     assert 0.1 < report["draft_reads"]["share"] < 0.5
     assert report["draft_reads"]["selection_ms"] > 0
+
+
+def test_drafts_that_read_random_tokens_change_no_answer(
+    servers: ServerSwitch, reference: PlainReference
+) -> None:
+    compressor = "random:seed=7,by=tokens,heads=layer"
+    assert_lossless(served_with(servers, compressor, "rounds"), reference, compressor)
+
+
+def test_a_scorer_of_another_package_is_shown_what_the_model_computes(
+    servers: ServerSwitch, reference: PlainReference, tmp_path: Path
+) -> None:
+    compressor = f"checked_inputs:log={tmp_path / 'errors'}"
+    assert_lossless(served_with(servers, compressor, "staggered"), reference, compressor)
+    lines = (tmp_path / "errors").read_text().splitlines()
+    # The start tries random tensors, one chunk a layer, which do not fit together.
+    num_layers = json.loads((DEMO_MODEL / "config.json").read_text())["num_hidden_layers"]
+    tried, served = lines[:num_layers], [line.split() for line in lines[num_layers:]]
+    assert all(float(line.split()[1]) > 0.1 for line in tried)
+    # Chunks of whole prompts, of their ends, and of repeats.
+    assert {"0", "512", "1500"} <= {start for start, _ in served}
+    # Products in fp32 round to about 1e-6 of their size.
+    assert max(float(error) for _, error in served) < 1e-4
 
 
 def test_a_gpu_refuses_compressors() -> None:
