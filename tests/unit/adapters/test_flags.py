@@ -31,6 +31,7 @@ EXAMPLES: dict[str, tuple[str, Any, str]] = {
     "ngram_shared": ("true", True, "--kvspec-drafter ngram"),
     "draft_weights": ("int4", "int4", ""),
     "draft_view": ("all", "all", ""),
+    "compressor": ("random:seed=3", "random:seed=3", ""),
     "draft_budget": ("0.2", 0.2, ""),
     "stream": ("burst", "burst", ""),
     "prefix_host_gb": ("2", 2.0, ""),
