@@ -73,7 +73,9 @@ def main() -> int:
     expected = ask_server(Method("plain"), asked, [], args.logs).raw
     methods = [*all_methods(args.file), *map(scorer_method, args.more)]
     chosen = [method for method in methods if not args.methods or method.name in args.methods]
-    found: dict[str, dict[str, Any]] = {each.name: {"problem": each.problem} for each in chosen}
+    found: dict[str, dict[str, Any]] = {
+        each.name: {"problem": each.problem or "not tried"} for each in chosen
+    }
     tried = [method for method in chosen if not method.problem]
     with ThreadPoolExecutor(args.jobs) as pool:
         runs = {pool.submit(ask_server, each, asked, expected, args.logs): each for each in tried}
@@ -82,6 +84,7 @@ def main() -> int:
             measured = {key: value for key, value in asdict(outcome).items() if key != "raw"}
             found[method.name] = {"flags": method.flags, **measured}
             console.print(f"{method.name}: {measured}")
+            write(args.out, found)
     for method in chosen:
         if method.problem:
             console.print(f"{method.name}: left out: {method.problem}")
@@ -181,11 +184,11 @@ def ask(server: ServerProcess, prompt: Sequence[int]) -> list[int]:
 
 
 def write(path: Path, found: dict[str, dict[str, Any]]) -> int:
-    """Write the result. Return the exit code: 1 if an answer differs."""
+    """Write the result of the methods so far. Return the exit code: 1 if an answer differs."""
     tried = [each for each in found.values() if "answers" in each]
     mismatches = sum(each["mismatches"] for each in tried)
     answers = sum(each["answers"] for each in tried)
-    presses = sum(name.startswith("kvpress.") for name in found)
+    presses = sum("answers" in found[name] for name in found if name.startswith("kvpress."))
     figures = [
         Figure("compressors.identity.mismatches", mismatches, f"of {answers} answers", None, 0),
         Figure("compressors.identity.methods", len(tried), "methods"),
