@@ -1,4 +1,4 @@
-"""Tables of docs/benchmarks/compressors.md, from the results of bench_compressors.py."""
+"""Tables of what compressors do, from results of bench_compressors.py and check_compressors.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ def compressor_tables(path: Path) -> dict[str, str]:
         for name, place in result["settings"]["places"].items()
     }
     return {"compressors": accepted_table(places), "compressors_front": front_table(places)}
+
+
+def identity_table(path: Path) -> str:
+    """Return the answers of each method of check_compressors.py that differ from plain SGLang's."""
+    methods = json.loads(path.read_text(encoding="utf-8"))["settings"]["methods"]
+    lines = [
+        "| method | answers that differ | drafts accepted | share of the context read |",
+        "|---|---|---|---|",
+    ]
+    for name, found in methods.items():
+        if "problem" in found:
+            continue
+        differ = f"{found['mismatches']} of {found['answers']}"
+        accepted = f"{found['accepted']} of {found['drafted']}"
+        lines.append(f"| `{name}` | {differ} | {accepted} | {found['share_read']:.2f} |")
+    return "\n".join(lines)
 
 
 def title_of(place: Mapping[str, Any]) -> str:
