@@ -16,7 +16,7 @@ import torch
 
 from kvspec_kernels.codecs.kivi import KiviSettings
 from kvspec_kernels.formats import RecordLayout
-from kvspec_kernels.reference import bit_packing, integer_groups, rows
+from kvspec_kernels.reference import integer_groups, rows
 
 
 def encode(
@@ -28,16 +28,9 @@ def encode(
 ) -> tuple[torch.Tensor, None]:
     """Encode pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8."""
     anchors = anchor_layout.empty_records((k.shape[0], k.shape[2]), k.device)
-    top = (1 << settings.anchor_bits) - 1
     for part, pages in (("k", k), ("v", v)):
-        values = rows.by_head(pages)
-        groups, dim = _grouped(values, part, anchor_layout)
-        scale, zero = integer_groups.scale_and_zero(groups, dim, top)
-        anchor_layout[f"{part}_scale"].view(anchors).copy_(scale.squeeze(dim))
-        anchor_layout[f"{part}_zero"].view(anchors).copy_(zero.squeeze(dim))
-        codes = integer_groups.codes(groups, scale, zero, top).view(values.shape)
-        packed = bit_packing.pack(codes, settings.anchor_bits)
-        anchor_layout[f"{part}_codes"].view(anchors).copy_(packed)
+        groups, dim = _grouped(rows.by_head(pages), part, anchor_layout)
+        integer_groups.write(anchors, anchor_layout, part, groups, dim, settings.anchor_bits)
     return anchors, None
 
 
@@ -47,14 +40,9 @@ def decode_anchor(
     """Decode anchor records [N, H, nbytes] into pages (k, v) [N, P, H, D] `dtype`."""
 
     def part(name: str) -> torch.Tensor:
-        packed = layout[f"{name}_codes"].view(anchors)
-        values = bit_packing.unpack(packed, settings.anchor_bits).float()
+        values = integer_groups.read_codes(anchors, layout, name, settings.anchor_bits)
         groups, dim = _grouped(values, name, layout)
-        scale, zero = (
-            layout[f"{name}_{field}"].view(anchors).float().unsqueeze(dim)
-            for field in ("scale", "zero")
-        )
-        groups.mul_(scale).add_(zero)
+        integer_groups.restore(groups, anchors, layout, name, dim)
         return rows.to_pages(values, dtype)
 
     return part("k"), part("v")

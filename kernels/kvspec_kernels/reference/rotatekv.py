@@ -22,7 +22,7 @@ import torch
 
 from kvspec_kernels.codecs.rotatekv import RotateKVSettings
 from kvspec_kernels.formats import RecordLayout
-from kvspec_kernels.reference import bit_packing, hadamard, integer_groups, rows
+from kvspec_kernels.reference import hadamard, integer_groups, rows
 
 # Larger values are clipped. Rotating there and back grows a value 256 times at most, and fp32 must
 # hold the result.
@@ -38,16 +38,10 @@ def encode(
 ) -> tuple[torch.Tensor, None]:
     """Encode pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8."""
     anchors = anchor_layout.empty_records((k.shape[0], k.shape[2]), k.device)
-    top = (1 << settings.anchor_bits) - 1
     for part, pages in (("k", k), ("v", v)):
         rotated = hadamard.rotate(rows.by_head(pages).clamp_(-LARGEST, LARGEST))
         groups = _grouped(rotated, part, anchor_layout)
-        scale, zero = integer_groups.scale_and_zero(groups, 4, top)
-        anchor_layout[f"{part}_scale"].view(anchors).copy_(scale.squeeze(4))
-        anchor_layout[f"{part}_zero"].view(anchors).copy_(zero.squeeze(4))
-        codes = integer_groups.codes(groups, scale, zero, top).flatten(3)
-        packed = bit_packing.pack(codes, settings.anchor_bits)
-        anchor_layout[f"{part}_codes"].view(anchors).copy_(packed)
+        integer_groups.write(anchors, anchor_layout, part, groups, 4, settings.anchor_bits)
     return anchors, None
 
 
@@ -68,13 +62,9 @@ def decode_rotated(
     """Decode anchor records [N, H, nbytes] into new rotated K and V [N, H, P, D] fp32."""
 
     def part(name: str) -> torch.Tensor:
-        packed = layout[f"{name}_codes"].view(anchors)
-        codes = bit_packing.unpack(packed, settings.anchor_bits).float()
-        scale, zero = (
-            layout[f"{name}_{field}"].view(anchors).float()[..., None]
-            for field in ("scale", "zero")
-        )
-        return _grouped(codes, name, layout).mul_(scale).add_(zero).flatten(3)
+        codes = integer_groups.read_codes(anchors, layout, name, settings.anchor_bits)
+        groups = _grouped(codes, name, layout)
+        return integer_groups.restore(groups, anchors, layout, name, 4).flatten(3)
 
     return part("k"), part("v")
 
