@@ -12,15 +12,13 @@ import torch.nn.functional as F
 from acceptance.drafting import TargetRun
 from acceptance.model import Llama
 from acceptance.rounds import DraftCaches, Rounds
+from sglang_kvspec.engine.prompt_repeats import PIECE, pieces
 from sglang_kvspec.scorers.base import Allocation, LayerChunk, Scorer
+from sglang_kvspec.scorers.checks import wrong_scores
 from sglang_kvspec.scorers.selection import kept_tokens
 
 # Tokens of a prompt that a scorer is shown at once.
 CHUNK = 2048
-# Tokens of a forward that repeats a part of a prompt, and those before the part that it begins
-# with, so that its first tokens are expected. A server repeats prompts in the same way.
-PIECE, LEAD = 512, 8
-
 Memory = list[dict[str, torch.Tensor]]
 
 
@@ -109,12 +107,8 @@ class PromptScorer:
 def checked_scores(scorer: Scorer, chunk: LayerChunk) -> torch.Tensor:
     """Return a scorer's scores of a chunk. Raises ValueError for a wrong shape, and for NaN."""
     scores = scorer.score(chunk)
-    wanted = (chunk.keys.shape[1], chunk.end)
-    if tuple(scores.shape) != wanted or bool(scores.isnan().any()):
-        raise ValueError(
-            f"the scorer {type(scorer).__name__} must return {list(wanted)} scores without NaN, "
-            f"got {list(scores.shape)}"
-        )
+    if problem := wrong_scores(scorer, scores, chunk):
+        raise ValueError(problem)
     return scores.float()
 
 
@@ -132,19 +126,13 @@ def score_prompts(
         scoring = PromptScorer(model, scorers)
         cache, _, _ = model.prefill(prompt, 0, observe=scoring.prefilled)
         if repeats:
-            for piece in pieces(prompt):
-                model.repeat(piece, cache, scoring.repeated)
+            # As a server does it, but for prompts of any length.
+            for piece in pieces(prompt[0].tolist(), PIECE):
+                again = torch.tensor([piece], device=prompt.device)
+                model.repeat(again, cache, scoring.repeated)
         for name, scores in scoring.result().items():
             found[name].append(scores)
     return found
-
-
-def pieces(prompt: torch.Tensor) -> list[torch.Tensor]:
-    """Split a prompt [1, T] into pieces of at most PIECE tokens, each with the last LEAD tokens of
-    the piece before it in front."""
-    step = PIECE - LEAD
-    starts = range(0, prompt.shape[1], step)
-    return [prompt[:, max(0, start - LEAD) : start + step] for start in starts]
 
 
 class Kept(NamedTuple):

@@ -44,7 +44,7 @@ class PromptRepeats:
             if len(tokens) > left or room < min(self._least_piece, len(tokens)):
                 continue
             left -= len(tokens)
-            for piece in _pieces(tokens, room):
+            for piece in pieces(tokens, room):
                 again = RequestState(
                     state.rid, len(tokens), piece[0], [], state.params, 1, drafts=piece[1:]
                 )
@@ -55,8 +55,9 @@ class PromptRepeats:
                 self._forward.run(repeated, {index: row})
 
 
-def _pieces(tokens: list[int], room: int) -> Iterable[list[int]]:
-    """Split tokens into pieces of at most `room`, each with a lead."""
+def pieces(tokens: list[int], room: int) -> Iterable[list[int]]:
+    """Split a prompt into pieces of at most `room` tokens. Each but the first begins with the last
+    LEAD tokens of the piece before it."""
     step = max(1, room - LEAD)
     for begin in range(0, len(tokens), step):
         yield tokens[max(0, begin - LEAD) : begin + step]

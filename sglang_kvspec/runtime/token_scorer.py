@@ -16,6 +16,7 @@ from sglang_kvspec.runtime.phase_timer import TotalTimer
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.token_scores import TokenScores
 from sglang_kvspec.scorers.base import ALWAYS, LayerChunk, Rotary, Scorer
+from sglang_kvspec.scorers.checks import wrong_scores
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class TokenScorer:
         # Prompts between two chunks, by the page of their last token.
         self._prompts: dict[int, _PromptScores] = {}
         self._rows: Sequence[Row] = ()
-        # Of the rows of the present forward, by index.
+        # Present forward, by index of the row.
         self._before: dict[int, _PromptScores] = {}
         self._scored: dict[int, list[torch.Tensor]] = {}
         self._queries: dict[int, list[tuple[torch.Tensor, float]]] = {}
@@ -231,12 +232,8 @@ class TokenScorer:
     def _asked(self, chunk: LayerChunk) -> torch.Tensor:
         with self._timer:
             scores = self._scorer.score(chunk)
-        wanted = (chunk.keys.shape[1], chunk.end)
-        if tuple(scores.shape) != wanted or bool(scores.isnan().any()):
-            raise UnsupportedError(
-                f"the scorer {type(self._scorer).__name__} must return {list(wanted)} scores "
-                f"without NaN, got {list(scores.shape)}"
-            )
+        if problem := wrong_scores(self._scorer, scores, chunk):
+            raise UnsupportedError(problem)
         return scores.float()
 
     def _hidden_of(self, layer: int, index: int) -> torch.Tensor | None:

@@ -14,18 +14,16 @@ from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
 from acceptance.rounds import DraftCaches, run_rounds
 from acceptance.scored import (
-    LEAD,
-    PIECE,
     AllReads,
     Kept,
     PromptScorer,
     PromptScores,
     ScoredReads,
-    pieces,
     score_prompts,
 )
 
 from sglang_kvspec.codecs import make_codec
+from sglang_kvspec.engine.prompt_repeats import LEAD, PIECE, pieces
 from sglang_kvspec.scorers.base import ALWAYS, Needs
 from sglang_kvspec.scorers.random_tokens import RandomTokens
 
@@ -185,7 +183,7 @@ def test_a_repeat_attends_to_the_prompt_and_to_its_own_past(model, prompts):
 
 def test_pieces_cover_a_prompt_and_overlap_by_their_lead():
     prompt = torch.arange(2 * PIECE + 100)[None]
-    found = pieces(prompt)
+    found = [torch.tensor([piece]) for piece in pieces(prompt[0].tolist(), PIECE)]
     assert found[0][0, 0] == 0
     for before, piece in pairwise(found):
         assert torch.equal(before[0, -LEAD:], piece[0, :LEAD])
