@@ -18,12 +18,11 @@ at the first place.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+from acceptance.parts import Parts
 from acceptance.report import Figure, figure_of, write_json
 from compressors.doc_table import title_of
 from compressors.plot import draw
@@ -52,28 +51,20 @@ def main() -> None:
     parser.add_argument("--commit-of", nargs="*", default=[], metavar="FILE=COMMIT")
     parser.add_argument("--out", type=Path, default=RESULTS / "compressors.json")
     args = parser.parse_args()
-    given = dict(text.split("=") for text in args.commit_of)
-    parts: dict[str, Any] = {}
+    parts = Parts(RESULTS, args.commit_of)
 
-    def part(name: str) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-        parts[name] = {key: result.get(key) for key in ("commit", "date", "machine")}
-        if parts[name]["commit"] in (None, "unknown"):
-            parts[name]["commit"] = f"{given[name]} (given)"
-        return result
-
-    runs = {place: part(name) for place, name in (text.split("=") for text in args.runs)}
+    runs = {place: parts.read(name) for place, name in (text.split("=") for text in args.runs)}
     points = {place: points_of(run["figures"], PREFIX) for place, run in runs.items()}
     figures, best = summary(points)
     for place, found in points.items():
         figures += place_figures(place, found)
     for name in args.others:
-        rows = part(name)["figures"]
+        rows = parts.read(name)["figures"]
         figures += [figure_of(row, row["name"]) for row in rows if row["name"].startswith(PREFIX)]
     kept = ("model", "prompt_len", "prompts", "new_tokens", "draft_len", "text", "by", "scorers")
     places = {place: {key: run["settings"][key] for key in kept} for place, run in runs.items()}
     settings = {
-        "parts": parts,
+        "parts": parts.sources,
         "places": places,
         "best": best,
         "front": {place: [p.method.name for p in front(found)] for place, found in points.items()},

@@ -14,12 +14,12 @@ machine without git.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from acceptance.parts import Parts
 from acceptance.report import Figure, figure_of, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -44,31 +44,23 @@ def main() -> None:
     parser.add_argument("--commit-of", nargs="*", default=[], metavar="FILE=COMMIT")
     parser.add_argument("--out", type=Path, default=RESULTS / "sparse.json")
     args = parser.parse_args()
-    given = dict(text.split("=") for text in args.commit_of)
+    parts = Parts(RESULTS, args.commit_of)
     figures: list[Figure] = []
-    parts: dict[str, Any] = {}
-
-    def part(name: str) -> dict[str, Any]:
-        result: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-        parts[name] = {key: result.get(key) for key in ("commit", "date", "machine")}
-        if parts[name]["commit"] in (None, "unknown"):
-            parts[name]["commit"] = f"{given[name]} (given)"
-        return result
 
     for text in args.views:
         place, name = text.split("=")
-        figures += views_figures(place, part(name))
+        figures += views_figures(place, parts.read(name))
     for name in args.kernels:
-        figures += renamed(part(name)["figures"], KERNELS)
+        figures += renamed(parts.read(name)["figures"], KERNELS)
     for name in args.serving:
-        figures += serving_figures(part(name)["figures"])
+        figures += serving_figures(parts.read(name)["figures"])
     for name in args.identity:
-        figures += renamed(part(name)["figures"], ("identity.",))
+        figures += renamed(parts.read(name)["figures"], ("identity.",))
     for name in args.answers:
-        result = part(name)
+        result = parts.read(name)
         figures += answers_figures(result["settings"]["model"], result["figures"])
     figures += share_of_round({figure.name: figure.value for figure in figures})
-    write_json(args.out, "sparse", torch.device("cpu"), {"parts": parts}, figures)
+    write_json(args.out, "sparse", torch.device("cpu"), {"parts": parts.sources}, figures)
 
 
 def views_figures(place: str, result: Mapping[str, Any]) -> list[Figure]:
