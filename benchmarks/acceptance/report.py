@@ -73,7 +73,7 @@ def write_json(
     record = {
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit or current_commit(),
+        "commit": commit or current_commit(path),
         "machine": machine or _machine(device),
         "versions": dict(versions() if measured_with is None else measured_with),
         "settings": settings,
@@ -114,15 +114,19 @@ def _machine(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s)"
 
 
-def current_commit() -> str:
-    """Return the commit of this checkout, with -dirty behind it if files differ from the commit.
+def current_commit(result: Path | None = None) -> str:
+    """Return the commit of this checkout, with -dirty behind it if files other than `result`, which
+    a script may write several times, differ from the commit.
 
     Return "unknown" without git.
     """
     folder = Path(__file__).parent
     try:
-        head = _git(folder, "rev-parse", "HEAD")
-        return f"{head}-dirty" if _git(folder, "status", "--porcelain") else head
+        head, root = _git(folder, "rev-parse", "HEAD"), _git(folder, "rev-parse", "--show-toplevel")
+        others = [":/"]
+        if result is not None and result.resolve().is_relative_to(root):
+            others.append(f":(top,exclude){result.resolve().relative_to(root)}")
+        return f"{head}-dirty" if _git(folder, "status", "--porcelain", "--", *others) else head
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
