@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Least score that counts: logarithms of vanishing attention would outweigh all others.
 LEAST_SCORE = 1e-6
 
-# Of a prompt, by layer: inputs [tokens, hidden_size], logarithms of scores [tokens, num_kv_heads].
+# Samples of a prompt, by layer: inputs [tokens, hidden_size], and logarithms of scores [tokens,
+# num_kv_heads].
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -1,4 +1,4 @@
-"""What drafts read by a draft view, and the share of the attention mass that they read."""
+"""Tokens that drafts read by a draft view, and the share of the attention mass on them."""
 
 from __future__ import annotations
 

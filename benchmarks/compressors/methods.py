@@ -28,9 +28,11 @@ PLAIN_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """What drafts read of a token. text: as --codecs names it. label: the name in figures.
-    page_map: of exact pages. page_bytes: of K and V of a page and KV head, by head size, counted
-    with the model's own KV in 16 bits."""
+    """Anchors, or plain KV, that drafts read.
+
+    text: as --codecs names it. label: the name in figures. page_map: of exact pages. page_bytes: of
+    K and V of a page and KV head, by head size, counted with the model's own KV in 16 bits.
+    """
 
     text: str
     label: str

@@ -24,7 +24,7 @@ GPU_HEAD_SIZES: Mapping[Target, tuple[int, ...]] = {
     "int8": tuple(size for size in TRITON_ATTENTION.head_dims if size in INT8_HEAD_SIZES),
 }
 
-# What KVSpec lacks for the models that it refuses. docs/reference/limits.md says more.
+# Parts that KVSpec lacks for the models that it refuses. docs/reference/limits.md says more.
 NEEDED: Mapping[str, str] = {
     "MLA attention": "anchors of latents that K and V share, and kernels that read them",
     "sliding-window attention": "a second pool for the layers with windows",

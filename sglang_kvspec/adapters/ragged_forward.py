@@ -45,9 +45,9 @@ class RaggedForward:
     ) -> torch.Tensor:
         """Return logits [num_tokens, vocab] of every token. Leaves SGLang's batch as it was."""
         source = batch.source
-        names = (*_FIELDS, *(name for name in _PREFILL_FIELDS if hasattr(source, name)))
-        kept = {name: getattr(source, name) for name in names}
-        for name in names[len(_FIELDS) :]:
+        of_prefill = [name for name in _PREFILL_FIELDS if hasattr(source, name)]
+        kept = {name: getattr(source, name) for name in (*_FIELDS, *of_prefill)}
+        for name in of_prefill:
             setattr(source, name, None)
         forward_batch = self._forward_batch(batch, rows, made)
         result = self.planned(ForwardPlan(tuple(rows.values())), forward_batch=forward_batch)

@@ -27,7 +27,7 @@ class About(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What a scorer reads of a LayerChunk beyond keys, values and queries, each at a cost.
+    """Inputs of a scorer beyond keys, values and queries, each at a cost.
 
     hidden: inputs of attention layers. rotary: the rotary position embedding. repeats: chunks in
     which the model reads the prompt a second time (KVzip, section 3). drafting: chunks of verified
