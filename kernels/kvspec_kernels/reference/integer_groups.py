@@ -43,7 +43,9 @@ def write(
     top = (1 << anchor_bits) - 1
     scale, zero = scale_and_zero(groups, dim, top)
     packed = layout[f"{part}_codes"].view(anchors)
-    by_token = codes(groups, scale, zero, top).reshape(*packed.shape[:3], -1)
+    # Not -1 for the head size: without pages nothing tells it.
+    head_dim = packed.shape[-1] * 8 // anchor_bits
+    by_token = codes(groups, scale, zero, top).reshape(*packed.shape[:3], head_dim)
     packed.copy_(bit_packing.pack(by_token, anchor_bits))
     layout[f"{part}_scale"].view(anchors).copy_(scale.squeeze(dim))
     layout[f"{part}_zero"].view(anchors).copy_(zero.squeeze(dim))
