@@ -30,11 +30,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from acceptance import report
-from acceptance.drafting import TargetRun, in_parts, target_run
+from acceptance.drafting import TargetRun, decoded_run, in_parts
 from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
 from acceptance.rounds import DraftCaches, Rounds, run_rounds
-from acceptance.scored import AllReads, Kept, PromptScores, ScoredReads, score_prompts
+from acceptance.scored import AllReads, Kept, PromptScores, ScoredReads, prefill_and_score
 from bench_views import parse_run, parser_of_runs
 from compressors.figures import Results, accepted_of, figures_of, raw_of, share_of
 from compressors.methods import (
@@ -129,6 +129,9 @@ class Study:
     ) -> None:
         self._args, self._model = args, model
         self.choosers, self.composed, self.left_out = choosers, composed, left_out
+        # Choosers that differ in the unit of reading share scores, under the label of one of them.
+        self._names = {each.scorer: each.label for each in choosers}
+        self._scorers = {label: scorer for scorer, label in self._names.items()}
         # Every method is compared with all tokens of its own anchors, and of DENSE4.
         needed = [anchors_of(DENSE4, model.shape.head_dim), *composed, *alone]
         self.alone = list({each.label: each for each in needed}.values())
@@ -156,13 +159,15 @@ class Study:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn()) as progress:
             methods = len(self.alone) + len(self.choosers) * len(self.composed) * len(args.budgets)
-            task = progress.add_task("target run", total=len(batches) * (2 + methods))
+            task = progress.add_task("prefill and scores", total=len(batches) * (2 + methods))
             for number, batch in enumerate(batches):
-                progress.update(task, description="target run")
-                run = target_run(self._model, batch, args.new_tokens, prefill_batch=1)
-                progress.update(task, advance=1, description="scores")
-                scorers = {each.label: each.scorer for each in self.choosers}
-                scores = score_prompts(self._model, batch, scorers)
+                progress.update(task, description="prefill and scores")
+                parts, scores = prefill_and_score(
+                    self._model, batch, self._scorers, args.new_tokens
+                )
+                progress.update(task, advance=1, description="target run")
+                run = decoded_run(self._model, parts, batch.shape[1], args.new_tokens)
+                del parts
                 progress.advance(task)
                 for anchors in self.alone:
                     for method, rounds in self._rounds(run, anchors, scores):
@@ -188,7 +193,7 @@ class Study:
                     run,
                     caches,
                     chooser.scorer,
-                    scores[chooser.label],
+                    scores[self._names[chooser.scorer]],
                     kept=Kept(budget, chooser.allocation, chooser.unit),
                 )
                 rounds = run_rounds(model, run, caches, reads, args.draft_len)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from acceptance.model import LayerCache, Llama, attend
+from acceptance.model import LayerCache, Llama, Prefilled, attend
 from sglang_kvspec.codecs import Codec
 
 # Maps exact (k, v) pages [N, page_size, heads, head_dim] to decoded ones.
@@ -58,15 +58,21 @@ def in_parts(page_map: PageMap, pages: int) -> PageMap:
 def target_run(model: Llama, prompts: torch.Tensor, steps: int, prefill_batch: int) -> TargetRun:
     """Prefill prompts [batch, T] and decode `steps` greedy tokens of each, all exact."""
     parts = [model.prefill(p, steps) for p in prompts.to(model.device).split(prefill_batch)]
+    return decoded_run(model, parts, prompts.shape[1], steps)
+
+
+def decoded_run(model: Llama, parts: Sequence[Prefilled], prompt_len: int, steps: int) -> TargetRun:
+    """Decode `steps` greedy tokens of prompts of prompt_len tokens, all exact. parts: what
+    model.prefill() returned, with room for `steps` tokens."""
     cache: LayerCache = []
     for layer in range(model.shape.num_layers):
         pairs = [part[0][layer] for part in parts]
         cache.append((torch.cat([k for k, _ in pairs]), torch.cat([v for _, v in pairs])))
     first = torch.cat([logits for _, logits, _ in parts]).argmax(-1)
     prompt_queries = [torch.cat(layer) for layer in zip(*(part[2] for part in parts), strict=True)]
-    tokens, queries = _greedy(model, first, prompts.shape[1], cache, steps)
+    tokens, queries = _greedy(model, first, prompt_len, cache, steps)
     by_layer = [torch.stack(step, dim=2) for step in zip(*queries, strict=True)]
-    return TargetRun(prompts.shape[1], tokens, cache, by_layer, prompt_queries)
+    return TargetRun(prompt_len, tokens, cache, by_layer, prompt_queries)
 
 
 def draft_cache(run: TargetRun, page_map: PageMap, page_size: int) -> LayerCache:

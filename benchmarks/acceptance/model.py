@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 # Cache of a batch: one (k, v) pair per layer, each [batch, num_kv_heads, tokens, head_dim] fp32.
 # Heads come before tokens, so that a decode step reads the keys of each head contiguously.
 LayerCache = list[tuple[torch.Tensor, torch.Tensor]]
+# What prefill() returns: the cache, logits of the last position, and queries of the last positions
+# by layer.
+Prefilled = tuple[LayerCache, torch.Tensor, list[torch.Tensor]]
 # Called in each layer of a forward, before attention, with the layer's number; the normed input of
 # its projections [batch, n, hidden_size]; queries [batch, num_heads, n, head_dim]; K and V of all
 # tokens so far [batch, num_kv_heads, tokens, head_dim].
@@ -78,7 +81,7 @@ class Llama:
         *,
         all_logits: bool = False,
         observe: Observer | None = None,
-    ) -> tuple[LayerCache, torch.Tensor, list[torch.Tensor]]:
+    ) -> Prefilled:
         """Run prompts [batch, T] int64. Return the cache, with room for `spare` more tokens after
         the first T, the logits of the last position [batch, vocab], and the queries of the last
         PROMPT_QUERIES positions by layer [batch, num_heads, PROMPT_QUERIES, head_dim].
@@ -164,30 +167,38 @@ class Llama:
     def decode_masked(
         self,
         tokens: torch.Tensor,
-        positions: torch.Tensor,
+        begins: torch.Tensor,
+        rows: torch.Tensor,
         cache: LayerCache,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        """Run one token per prompt, tokens [batch] at positions [batch]. Write their K and V to
-        `cache`. Return logits [batch, vocab].
+        """Run tokens [m, n] of the prompts `rows` [m] of a batch, at begins [m] and the positions
+        behind it. Write their K and V to `cache`. Return logits [m, n, vocab].
 
         visible: tokens of `cache` that each KV head attends to, bool [num_layers, batch,
-        num_kv_heads, tokens], with at least one for each.
+        num_kv_heads, tokens], with at least one for each position. A position attends to none
+        behind it.
         """
-        x = self.weights["embed_tokens.weight"][tokens][:, None]
-        cos, sin = (part[:, None, None] for part in self._rope(positions))
-        rows = torch.arange(len(tokens), device=self.device)
+        num_new = tokens.shape[1]
+        x = self.weights["embed_tokens.weight"][tokens]
+        positions = begins[:, None] + torch.arange(num_new, device=self.device)
+        cos, sin = (part[:, None] for part in self._rope(positions))
         group = self.shape.num_heads // self.shape.num_kv_heads
         for layer, (k_cache, v_cache) in enumerate(cache):
             q, k, v = self._qkv(layer, self._normed(layer, x), cos, sin)
-            k_cache[rows, :, positions] = k[:, :, 0]
-            v_cache[rows, :, positions] = v[:, :, 0]
-            grouped = q.unflatten(1, (-1, group))[:, :, :, 0]
-            scores = grouped @ k_cache.transpose(2, 3) * self.shape.head_dim**-0.5
-            scores.masked_fill_(~visible[layer][:, :, None], float("-inf"))
-            out = (scores.softmax(-1) @ v_cache).flatten(1, 2)[:, :, None]
+            k_cache[rows[:, None], :, positions] = k.transpose(1, 2)
+            v_cache[rows[:, None], :, positions] = v.transpose(1, 2)
+            read = visible[layer, rows, :, : int(positions.max()) + 1]
+            k, v, places = _only_visible(k_cache, v_cache, rows, read)
+            hidden = places[:, :, None] > positions[:, None, :, None]
+            # Rows of a KV head: its query heads, of n positions each.
+            grouped = q.unflatten(1, (-1, group)).flatten(2, 3)
+            scores = grouped @ k.transpose(2, 3) * self.shape.head_dim**-0.5
+            by_head = scores.unflatten(2, (group, -1))
+            by_head.masked_fill_(hidden[:, :, None], float("-inf"))
+            out = (scores.softmax(-1) @ v).unflatten(2, (group, -1)).flatten(1, 2)
             x = self._after_attention(layer, x, out)
-        return self._logits(x[:, 0])
+        return self._logits(x)
 
     @torch.inference_mode()
     def decode_behind(
@@ -232,7 +243,7 @@ class Llama:
     def _rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         half = self.shape.head_dim // 2
         exponent = torch.arange(half, device=self.device, dtype=torch.float32) / half
-        angle = positions.float()[:, None] * (1.0 / self.shape.rope_theta**exponent)[None]
+        angle = positions.float()[..., None] * (1.0 / self.shape.rope_theta**exponent)
         return angle.cos(), angle.sin()
 
     def _normed(self, layer: int, x: torch.Tensor) -> torch.Tensor:
@@ -273,6 +284,29 @@ class Llama:
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         h = F.rms_norm(x, (x.shape[-1],), self.weights["norm.weight"], self.shape.rms_eps)
         return F.linear(h, self.projection)
+
+
+def _only_visible(
+    k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, visible: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the keys and values that each KV head of some prompts attends to [m, num_kv_heads, n,
+    head_dim], and their tokens [m, num_kv_heads, n]. Heads with fewer are padded with a token
+    behind all others.
+
+    k, v: contiguous [batch, num_kv_heads, tokens, head_dim]. rows: the prompts [m]. visible: of
+    their first tokens, bool [m, num_kv_heads, tokens or fewer].
+    """
+    num_tokens, counts = k.shape[2], visible.sum(-1)
+    before = counts.flatten().cumsum(0).view_as(counts) - counts
+    row, head, token = visible.nonzero(as_tuple=True)
+    rank = torch.arange(len(token), device=k.device) - before[row, head]
+    places = torch.full((*counts.shape, int(counts.max())), num_tokens, device=k.device)
+    places[row, head, rank] = token
+    first = (rows[:, None] * k.shape[1] + torch.arange(k.shape[1], device=k.device)) * num_tokens
+    # Padding reads any token, as no position attends to it.
+    index = first[..., None] + places.clamp_max(num_tokens - 1)
+    k, v = (part.view(-1, part.shape[-1])[index] for part in (k, v))
+    return k, v, places
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

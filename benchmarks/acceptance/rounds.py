@@ -114,11 +114,11 @@ def run_rounds(
         for row, first in begins.items():
             caches.encode(row, run.prompt_len + first)
         visible = reads.visible(at, going, found)
-        accepted = _accepted(model, run, caches, at, going, draft_len, visible)
+        accepted = _accepted(model, run, caches, rows, at[rows], draft_len, visible)
         places = run.prompt_len + at[rows, None] + torch.arange(draft_len, device=at.device)
         caches.restore(rows, places)
-        at += torch.where(going, accepted + 1, 0)
-        for row, length in zip(begins, accepted[rows].tolist(), strict=True):
+        at[rows] += accepted + 1
+        for row, length in zip(begins, accepted.tolist(), strict=True):
             found[row].accepted.append(length)
             reads.verified(row, begins[row], length + 1)
     return found
@@ -174,25 +174,20 @@ def _accepted(
     model: Llama,
     run: TargetRun,
     caches: DraftCaches,
+    rows: torch.Tensor,
     at: torch.Tensor,
-    going: torch.Tensor,
     draft_len: int,
     visible: torch.Tensor,
 ) -> torch.Tensor:
-    """Return how many drafts of each request agree with the target [batch], 0 for those that do not
-    draft. Drafting ends early where no further draft can count. visible: [num_layers, batch,
-    num_kv_heads, tokens]."""
-    # Requests at their end draft along, for nothing.
-    at = at.clamp_max(run.steps - draft_len)
-    places = torch.arange(run.cache[0][0].shape[2], device=at.device)
-    token = run.tokens.gather(1, at[:, None])[:, 0]
-    agrees, accepted = going.clone(), torch.zeros_like(at)
-    for step in range(draft_len):
-        positions = run.prompt_len + at + step
-        past = (places <= positions[:, None])[:, None]
-        token = model.decode_masked(token, positions, caches.layers, visible & past).argmax(-1)
-        agrees &= token == run.tokens.gather(1, at[:, None] + step + 1)[:, 0]
-        accepted += agrees
-        if not bool(agrees.any()):
-            break
-    return accepted
+    """Return how many drafts of the requests `rows` [n] agree with the target [n]. at: index of
+    each one's pending token [n]. visible: [num_layers, batch, num_kv_heads, tokens].
+
+    Up to the first draft that the target rejects, drafts are the target's tokens. So one forward
+    over these gives every draft that counts.
+    """
+    steps = at[:, None] + torch.arange(draft_len, device=at.device)
+    tokens = run.tokens[rows[:, None], steps]
+    begins = run.prompt_len + at
+    drafts = model.decode_masked(tokens, begins, rows, caches.layers, visible).argmax(-1)
+    agrees = drafts == run.tokens[rows[:, None], steps + 1]
+    return agrees.int().cumprod(1).sum(1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from acceptance.drafting import TargetRun
-from acceptance.model import Llama
+from acceptance.model import Llama, Prefilled
 from acceptance.rounds import DraftCaches, Rounds
 from sglang_kvspec.engine.prompt_repeats import PIECE, pieces
 from sglang_kvspec.scorers.base import Allocation, LayerChunk, Scorer
@@ -112,27 +112,36 @@ def checked_scores(scorer: Scorer, chunk: LayerChunk) -> torch.Tensor:
     return scores.float()
 
 
-@torch.inference_mode()
 def score_prompts(
     model: Llama, prompts: torch.Tensor, scorers: Mapping[str, Scorer]
 ) -> dict[str, list[PromptScores]]:
-    """Return the scores of prompts [batch, T] int64 by the name of the scorer.
+    """Return the scores of prompts [batch, T] int64 by the name of the scorer."""
+    return prefill_and_score(model, prompts, scorers, spare=0)[1]
 
-    Each prompt runs once more for its scores, and again behind itself if a scorer asks for that.
-    """
+
+@torch.inference_mode()
+def prefill_and_score(
+    model: Llama, prompts: torch.Tensor, scorers: Mapping[str, Scorer], spare: int
+) -> tuple[list[Prefilled], dict[str, list[PromptScores]]]:
+    """Run prompts [batch, T] int64 one by one, and again behind themselves if a scorer asks for
+    that. Return what Llama.prefill() gives of each, with room for `spare` more tokens, and their
+    scores by the name of the scorer."""
+    parts: list[Prefilled] = []
     found: dict[str, list[PromptScores]] = {name: [] for name in scorers}
     repeats = any(scorer.needs.repeats for scorer in scorers.values())
     for prompt in prompts.to(model.device).split(1):
         scoring = PromptScorer(model, scorers)
-        cache, _, _ = model.prefill(prompt, 0, observe=scoring.prefilled)
+        parts.append(model.prefill(prompt, spare, observe=scoring.prefilled))
         if repeats:
+            num_tokens = prompt.shape[1]
+            past = [tuple(part[:, :, :num_tokens] for part in layer) for layer in parts[-1][0]]
             # As a server does it, but for prompts of any length.
             for piece in pieces(prompt[0].tolist(), PIECE):
                 again = torch.tensor([piece], device=prompt.device)
-                model.repeat(again, cache, scoring.repeated)
+                model.repeat(again, past, scoring.repeated)  # type: ignore[arg-type]
         for name, scores in scoring.result().items():
             found[name].append(scores)
-    return found
+    return parts, found
 
 
 class Kept(NamedTuple):
