@@ -79,6 +79,11 @@ def follow(server_args: object) -> None:
         switch_on(config)
 
 
+def allows_untested() -> bool:
+    """Return whether UNTESTED_NAME is on. Raises ConfigError if its value is no switch."""
+    return _switch(UNTESTED_NAME)
+
+
 def check_sglang_version(*, on_gpu: bool) -> None:
     """Raise UnsupportedError for a release of SGLang that is not supported. With UNTESTED_NAME, log
     a warning instead."""
@@ -86,7 +91,7 @@ def check_sglang_version(*, on_gpu: bool) -> None:
     sentence = refusal(installed, on_gpu=on_gpu)
     if sentence is None:
         return
-    if not _switch(UNTESTED_NAME):
+    if not allows_untested():
         raise UnsupportedError(sentence)
     logger.warning(
         "KVSpec: %s is set: SGLang %s was not tested with --kvspec here", UNTESTED_NAME, installed

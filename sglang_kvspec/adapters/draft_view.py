@@ -18,7 +18,7 @@ from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_view import DraftView, MassView, ViewShape
 from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer, ReferenceScorer
 from sglang_kvspec.runtime.ranks import Ranks
-from sglang_kvspec.runtime.scored_tokens import ScoredTokens
+from sglang_kvspec.runtime.scored_tokens import ScoredPageLists, ScoredTokens
 from sglang_kvspec.scorers.making import find_scorer
 
 
@@ -35,6 +35,8 @@ def make_view(config: KVSpecConfig, model: Any, kv: PagedKVCache, ranks: Ranks) 
     compressor = config.parsed_compressor
     if compressor is not None:
         allocation = compressor.heads or find_scorer(compressor.name).allocation
+        if isinstance(kv, GpuKVCache):
+            return ScoredPageLists(allocation, geometry.page_size)
         by_tokens = compressor.by == "tokens"
         return ScoredTokens(allocation, geometry.page_size, by_tokens=by_tokens)
     if name == "all":

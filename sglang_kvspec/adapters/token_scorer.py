@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,14 +12,22 @@ from sglang_kvspec.adapters.compat.attention import RadixAttention
 from sglang_kvspec.adapters.compat.runtime_context import get_parallel
 from sglang_kvspec.core.compressor import Compressor
 from sglang_kvspec.core.errors import UnsupportedError
+from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
+from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.token_scorer import TokenScorer
+from sglang_kvspec.scorers.base import Needs
 from sglang_kvspec.scorers.making import make_scorer
 from sglang_kvspec.scorers.rotary import TableRotary
 
+logger = logging.getLogger(__name__)
+
 
 def make_token_scorer(
-    compressor: Compressor, runner: Any, attention: Any, first_kv_head: int
+    compressor: Compressor,
+    runner: Any,
+    attention: ReferenceAttention | DeviceAttention,
+    first_kv_head: int,
 ) -> TokenScorer:
     """Make the scorer that a compressor names, and show it all forwards of `attention`.
 
@@ -26,9 +35,13 @@ def make_token_scorer(
     ConfigError for wrong options, and UnsupportedError for a model that does not show what the
     scorer needs.
     """
-    assert isinstance(attention, ReferenceAttention), "a GPU server takes no compressor"
     scorer = make_scorer(compressor)
     needs, blocks = scorer.needs, dict(_attention_blocks(runner.model))
+    if isinstance(attention, DeviceAttention):
+        _check_for_gpu(compressor, needs)
+        logger.warning(
+            "KVSpec: %s is set: --kvspec-compressor was not tested on a GPU", UNTESTED_NAME
+        )
     if not blocks:
         raise UnsupportedError(
             f"--kvspec-compressor {compressor.name} finds no attention layers in "
@@ -46,6 +59,20 @@ def make_token_scorer(
     attention.show(made)
     runner.token_to_kv_pool.freed_listeners.append(made.on_pages_freed)
     return made
+
+
+def _check_for_gpu(compressor: Compressor, needs: Needs) -> None:
+    """Raise UnsupportedError for what only a CPU does."""
+    for what, only_cpu in (
+        ("chooses single tokens with by=tokens", compressor.by == "tokens"),
+        ("reads prompts twice", needs.repeats),
+        ("scores tokens again after each verification", needs.drafting),
+    ):
+        if only_cpu:
+            raise UnsupportedError(
+                f"--kvspec-compressor {compressor.name} {what} and serves on a CPU only (allowed "
+                "on a GPU: methods that score pages at the prefill, such as snapkv)"
+            )
 
 
 def _attention_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Module]]:

@@ -286,7 +286,8 @@ FLAGS: tuple[Flag, ...] = (
         "with its options; `by=tokens` reads single tokens instead of pages, and "
         "`heads={head,layer,model}` says which heads share a budget; see `sglang-kvspec "
         "compressors`",
-        note="CPU servers only; verifications read all pages",
+        note="was tested on CPU servers only; a GPU takes it with `SGLANG_KVSPEC_UNTESTED=1`; "
+        "verifications read all pages",
         needs=(
             Need(
                 has_no_view,

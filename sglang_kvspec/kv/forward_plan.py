@@ -26,8 +26,9 @@ class Row:
     direct: indices into pages, contiguous, PREFILL only: pages that the row writes whole and that
     are encoded at once, without the recent window.
     seen: what a DRAFT row reads of its full past pages; None for all. Indices int64 into pages,
-    ascending: [num_seen], or [num_layers, num_kv_heads, num_seen] by layer and KV head. On a CPU
-    also a mask, bool [num_layers, num_kv_heads, tokens of these pages].
+    ascending: [num_seen], or [num_layers, num_kv_heads, num_seen] by layer and KV head, where on a
+    GPU shorter lists end in the number of full past pages. On a CPU also a mask, bool [num_layers,
+    num_kv_heads, tokens of these pages].
     proposed: the last tokens of a DRAFT row, which may or may not become drafts.
     """
 

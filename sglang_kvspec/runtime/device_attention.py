@@ -21,6 +21,8 @@ from sglang_kvspec.runtime.captured_layers import (
 )
 from sglang_kvspec.runtime.device_queries import DeviceQueries
 from sglang_kvspec.runtime.draft_rows import DraftRows
+from sglang_kvspec.runtime.earlier_tokens import EarlierTokens
+from sglang_kvspec.runtime.layer_observer import LayerObserver
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.step_attention import AnchorStep, StepAttention
 from sglang_kvspec.runtime.target_attention import (
@@ -54,6 +56,9 @@ class DeviceAttention:
         self._captured: CapturedLayers | None = None
         # Queries of the newest forward at the target precision, where a draft view needs them.
         self.queries: DeviceQueries | None = None
+        self._observer: LayerObserver | None = None
+        # Rows that the observer is shown: index, tokens of the forward, earlier tokens.
+        self._shown: list[tuple[int, slice, EarlierTokens]] = []
         # Stream of piggyback drafts, while other requests verify.
         self._piggyback = SideStream(kv.device)
 
@@ -66,6 +71,10 @@ class DeviceAttention:
         self.queries = DeviceQueries(*sizes, shape, geometry.dtype, self.kv.device)
         return self.queries
 
+    def show(self, observer: LayerObserver) -> None:
+        """Show an observer the PREFILL rows of all later forwards."""
+        self._observer = observer
+
     # Target
 
     @contextmanager
@@ -77,9 +86,22 @@ class DeviceAttention:
             self._begin(rows)
             if self.queries is not None:
                 self.queries.begin(plan.rows)
+            if self._observer is not None:
+                self._observer.begin(plan.rows)
+                self._shown = list(self._rows_to_show(plan))
             yield
+        if self._observer is not None:
+            self._observer.end()
         self._rows = self._scratch = None
         self._index = {}
+
+    def _rows_to_show(self, plan: ForwardPlan) -> Iterator[tuple[int, slice, EarlierTokens]]:
+        first = 0
+        for index, row in enumerate(plan.rows):
+            span = slice(first, first + row.length)
+            first += row.length
+            if row.kind is RowKind.PREFILL:
+                yield index, span, EarlierTokens(self.kv, row.pages, row.start)
 
     def laid_out(self, plan: ForwardPlan) -> AbstractContextManager[TargetRows]:
         """Return a context in which the KV cache is ready for a forward over the plan. The caller
@@ -124,11 +146,23 @@ class DeviceAttention:
         if self.queries is not None:
             self.queries.keep(layer, q[:num_tokens])
         tail = self._write(layer, *new)
+        if self._observer is not None:
+            self._show_layer(layer, q, *new, scale)
         self.kv.await_layer(layer)
         out = self._target.run(layer, q[:num_tokens], tail, new)
         if len(q) == num_tokens:
             return out
         return torch.cat((out, out.new_zeros((len(q) - num_tokens, *out.shape[1:]))))
+
+    def _show_layer(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> None:
+        assert self._observer is not None
+        for index, span, earlier in self._shown:
+            past = earlier.read(layer)
+            parts = zip(past, (k[span], v[span]), strict=True)
+            context = tuple(torch.cat(pair) for pair in parts)
+            self._observer.observe(layer, index, q[span], context, scale)  # type: ignore[arg-type]
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> KV:
         """Store k, v in the tail pool, and encode the pages that this forward encodes. Returns the
@@ -150,7 +184,7 @@ class DeviceAttention:
 
     def warm_up(self, max_draft_len: int) -> None:
         """Run the forwards of serving once, so that no request waits for compiling or loading. Uses
-        free pages and leaves them free."""
+        free pages and leaves them free. No observer is shown these forwards."""
         kv, size = self.kv, self.kv.geometry.page_size
         kv.warm_up()
         # Two pages to attend to, and one that the longest verification fills and leaves.
@@ -164,6 +198,7 @@ class DeviceAttention:
             Row(RowKind.VERIFY, start, width, pages[: -(-(start + width) // size)])
             for width in sorted(widths | {max_draft_len + 1})
         ]
+        observer, self._observer = self._observer, None
         try:
             for row in rows:
                 k = torch.zeros(
@@ -179,6 +214,7 @@ class DeviceAttention:
             kv.capture_commits()
         finally:
             kv.free_pages(pages.tolist())
+            self._observer = observer
 
     # Steps
 

@@ -290,7 +290,7 @@ def _past(pages: torch.Tensor, begin: int, seen: torch.Tensor | None) -> torch.T
         return pages[seen[is_past]]
     # The tail has all window pages. Without window pages, lists of heads may differ in length.
     count = int(is_past.sum(-1).max())
-    by_list = torch.where(is_past, pages[seen], -1)[..., :count]
+    by_list = torch.where(is_past, pages[torch.where(is_past, seen, 0)], -1)[..., :count]
     return by_list.permute(2, 0, 1)
 
 

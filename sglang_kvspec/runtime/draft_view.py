@@ -80,8 +80,8 @@ class MassView(DraftView, Protocol):
 
 @runtime_checkable
 class TokenView(DraftView, Protocol):
-    """View that may select other tokens than those of whole pages. select() returns a mask, see
-    Row.seen. Only a CPU takes such a view."""
+    """View that may read another number of tokens with each head. On a CPU, select() returns a
+    mask, and on a GPU lists of different lengths, see Row.seen."""
 
     def num_tokens(self, state: RequestState, num_pages: int) -> float:
         """Return how many tokens of the request's first num_pages pages its next draft reads, the

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
+from sglang_kvspec.runtime.layer_observer import LayerObserver
 from sglang_kvspec.runtime.target_queries import TargetQueries
 
 # Query rows of a prefill that attend at once: bounds the mask to this number times the context.
 PREFILL_BLOCK = 512
-
-
-class LayerObserver(Protocol):
-    """Observer of forwards at the target precision, layer by layer."""
-
-    def begin(self, rows: Sequence[Row]) -> None:
-        """A forward over these rows begins."""
-
-    def observe(self, layer: int, index: int, q: torch.Tensor, context: KV, scale: float) -> None:
-        """Row `index` attends in a layer. q: [length, num_heads, head_dim]. context: (k, v)
-        [row.end, num_kv_heads, head_dim], all tokens up to the row's last."""
-
-    def end(self) -> None:
-        """The forward is over."""
 
 
 class ReferenceAttention:

@@ -1,4 +1,4 @@
-"""Draft view of the tokens that a scorer keeps: --kvspec-compressor."""
+"""Draft views of what a scorer keeps: --kvspec-compressor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_kvspec.scorers.base import Allocation
 
 class ScoredTokens:
     """View of the tokens with the best scores, and of all tokens without one: those that the
-    request has generated since its scores were made."""
+    request has generated since its scores were made. For a CPU."""
 
     per_head: ClassVar[bool] = True
     num_queries: ClassVar[int] = 0
@@ -26,7 +26,7 @@ class ScoredTokens:
 
     def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
         """Return a mask of the tokens of the first num_pages pages, see Row.seen; None for all."""
-        if self._reads_all(state):
+        if _reads_all(state):
             return None
         assert state.token_scores is not None
         kept = state.token_scores.kept(state.budget, self._allocation, self._unit)
@@ -36,14 +36,41 @@ class ScoredTokens:
     def num_tokens(self, state: RequestState, num_pages: int) -> float:
         """Return how many tokens of the first num_pages pages a draft reads, the mean of layers and
         KV heads."""
-        num_tokens = num_pages * self._page_size
-        if self._reads_all(state):
-            return num_tokens
-        assert state.token_scores is not None
-        return num_tokens - state.token_scores.num_unread(
-            state.budget, self._allocation, self._unit
-        )
+        return _num_read(state, num_pages, self._allocation, self._page_size, self._unit)
 
-    @staticmethod
-    def _reads_all(state: RequestState) -> bool:
-        return state.token_scores is None or state.budget == ALL_PAGES
+
+class ScoredPageLists:
+    """View of the pages with the best scores, and of all pages that have none, as lists of pages
+    for a GPU."""
+
+    per_head: ClassVar[bool] = True
+    num_queries: ClassVar[int] = 0
+
+    def __init__(self, allocation: Allocation, page_size: int) -> None:
+        self._allocation, self._page_size = allocation, page_size
+
+    def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
+        """Return lists of pages, see TokenScores.pages(); None for all."""
+        if _reads_all(state):
+            return None
+        assert state.token_scores is not None
+        return state.token_scores.pages(state.budget, self._allocation, self._page_size, num_pages)
+
+    def num_tokens(self, state: RequestState, num_pages: int) -> float:
+        """As ScoredTokens.num_tokens()."""
+        size = self._page_size
+        return _num_read(state, num_pages, self._allocation, size, size)
+
+
+def _reads_all(state: RequestState) -> bool:
+    return state.token_scores is None or state.budget == ALL_PAGES
+
+
+def _num_read(
+    state: RequestState, num_pages: int, allocation: Allocation, page_size: int, unit: int
+) -> float:
+    num_tokens = num_pages * page_size
+    if _reads_all(state):
+        return num_tokens
+    assert state.token_scores is not None
+    return num_tokens - state.token_scores.num_unread(state.budget, allocation, unit)

@@ -1,4 +1,4 @@
-"""Scores of the tokens of requests, made by a scorer in forwards of a CPU server."""
+"""Scores of the tokens of requests, made by a scorer in forwards at the target precision."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.kv.forward_plan import Row, RowKind
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
 from sglang_kvspec.runtime.phase_timer import TotalTimer
 from sglang_kvspec.runtime.request_state import RequestState
@@ -28,8 +29,8 @@ Memory = list[dict[str, torch.Tensor]]
 @dataclass(slots=True)
 class _PromptScores:
     """Scores of a prompt between two of its chunks. scores: [num_layers, num_kv_heads, num_tokens]
-    float32, of all tokens so far. first_own: position of the first token that the request has
-    computed itself. memory: the scorer's, by layer."""
+    float32 on the CPU, of all tokens so far. first_own: position of the first token that the
+    request has computed itself. memory: the scorer's, by layer."""
 
     scores: torch.Tensor
     first_own: int
@@ -41,13 +42,19 @@ class TokenScorer:
 
     A cached prefix keeps the scores of the request that computed it, by page. A prompt that comes
     in several chunks is known by the page of its last token so far. A freed page takes both along.
+    Scores are made on the cache's device and kept on the CPU, where pages are selected.
     """
 
     def __init__(
-        self, kv: ReferenceKVCache, scorer: Scorer, rotary: Rotary | None, first_kv_head: int
+        self,
+        kv: ReferenceKVCache | GpuKVCache,
+        scorer: Scorer,
+        rotary: Rotary | None,
+        first_kv_head: int,
     ) -> None:
-        """rotary: of the model; None unless the scorer needs it. first_kv_head: number of the
-        rank's first KV head among all of the model."""
+        """kv: a GPU's takes no scorer that needs repeats or drafting. rotary: of the model; None
+        unless the scorer needs it. first_kv_head: number of the rank's first KV head among all of
+        the model."""
         self._kv, self._scorer, self._rotary = kv, scorer, rotary
         self._first_kv_head = first_kv_head
         self._timer = TotalTimer(kv.device)
@@ -85,7 +92,7 @@ class TokenScorer:
         rng = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=rng).to(geometry.dtype)
+            return torch.randn(shape, generator=rng).to(self._kv.device, geometry.dtype)
 
         for layer in range(geometry.num_layers):
             keys = random(2, TRIED_TOKENS, geometry.num_kv_heads, geometry.head_dim)
@@ -98,7 +105,7 @@ class TokenScorer:
                 scale=geometry.head_dim**-0.5,
                 keys=keys[0],
                 values=keys[1],
-                scores=torch.empty(geometry.num_kv_heads, 0),
+                scores=torch.empty(geometry.num_kv_heads, 0, device=self._kv.device),
                 memory={},
                 hidden=random(TRIED_TOKENS, hidden_size) if self._scorer.needs.hidden else None,
                 rotary=self._rotary,
@@ -133,7 +140,7 @@ class TokenScorer:
             scale=scale,
             keys=context[0],
             values=context[1],
-            scores=self._before[index].scores[layer],
+            scores=self._before[index].scores[layer].to(q.device),
             memory=self._before[index].memory[layer],
             hidden=self._hidden_of(layer, index),
             rotary=self._rotary,
@@ -145,7 +152,7 @@ class TokenScorer:
         """Keep the scores of all prompts of the forward."""
         for index, by_layer in self._scored.items():
             row, before = self._rows[index], self._before[index]
-            scores = torch.stack(by_layer)
+            scores = torch.stack(by_layer).cpu()
             self._keep(row.pages, scores, before.first_own)
             last_page = int(row.pages[(scores.shape[-1] - 1) // self._page_size])
             self._prompts[last_page] = _PromptScores(scores, before.first_own, before.memory)
@@ -244,6 +251,7 @@ class TokenScorer:
 
     def _context(self, layer: int, pages: torch.Tensor, num_tokens: int) -> KV:
         """Return (k, v) of a request's first tokens, [num_tokens, num_kv_heads, head_dim]."""
+        assert isinstance(self._kv, ReferenceKVCache)
         num_full, filled = divmod(num_tokens, self._page_size)
         k, v = (part.flatten(0, 1) for part in self._kv.read_target(layer, pages[:num_full]))
         if not filled:

@@ -20,13 +20,23 @@ from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.runtime.budget_views import ScoredPages
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.device_pages import DevicePages
-from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows, draft_row, target_row
+from sglang_kvspec.runtime.draft_rows import (
+    DraftRow,
+    DraftRows,
+    draft_row,
+    num_before_window,
+    target_row,
+)
 from sglang_kvspec.runtime.draft_view import ViewShape
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
+from sglang_kvspec.runtime.scored_tokens import ScoredPageLists, ScoredTokens
+from sglang_kvspec.runtime.token_scorer import TokenScorer
 from sglang_kvspec.runtime.wide_rows import WideRow, WideRows
+from sglang_kvspec.scorers.base import Allocation
+from sglang_kvspec.scorers.snapkv import SnapKV
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 8, 2, 128, 64
 NUM_PAGES, RECENT, MAX_STEPS = 100, 1, 8
@@ -154,10 +164,18 @@ def test_more_parts_than_one_batch_of_the_int8_kernel() -> None:
 class Steps:
     """Four captured rows on a pair's device, compared with single rows of the reference."""
 
-    def __init__(self, pair: Pair, make_attention: str, chosen: DevicePages | None = None) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        make_attention: str,
+        chosen: DevicePages | None = None,
+        *,
+        with_lists: bool = False,
+    ) -> None:
+        """with_lists: rows have lists of pages by layer and KV head, without `chosen`."""
         self.pair, self.chosen = pair, chosen
         by_mass = chosen is not None
-        lists = (LAYERS, KV_HEADS) if by_mass else None
+        lists = (LAYERS, KV_HEADS) if by_mass or with_lists else None
         sizes = (4, MAX_STEPS, NUM_PAGES, PAGE, pair.device.kv.device)
         self.rows = DraftRows(*sizes, lists=lists, by_mass=by_mass)
         self.attention = getattr(pair.device, make_attention)(self.rows, 4)
@@ -293,6 +311,47 @@ def test_draft_steps_read_the_pages_of_the_largest_mass(codec: str) -> None:
         rows.append(draft_row(kv, 0, start, ids, count, counts=counts, slot=state.slot))
         num_read[name] = rows[-1].num_listed
     assert num_read == {"b": 6, "a": 4, "c": 0}
+    steps.run(rows, RowKind.DRAFT, lens, seen)
+
+
+@CODECS
+@pytest.mark.parametrize("allocation", ["head", "model"])
+def test_draft_steps_read_the_pages_of_the_best_scores(codec: str, allocation: Allocation) -> None:
+    """Score prompts on both sides, and compare steps over lists of pages, with `model` of different
+    lengths, with rows that mask tokens."""
+    pair = Pair(codec, "exact")
+    sides = (pair.reference, pair.device)
+    scorers = []
+    for side in sides:
+        scorers.append(TokenScorer(side.kv, SnapKV(window=16), None, 0))
+        side.show(scorers[-1])
+    # The second chunk of b is scored by keys that the device reads from anchors.
+    pair.prefill(a=1190, b=1500, c=3)
+    pair.prefill(b=1000)
+    lens = {"b": 6, "a": 5, "c": 2}
+    rows, seen = [], {}
+    for name, count in lens.items():
+        start = pair.committed[name]
+        ids = pair.page_ids(name, start + count + 1)
+        states = [
+            RequestState(name, start, 0, [], SamplingParams(), 9, budget=0.1) for _ in scorers
+        ]
+        for scorer, state in zip(scorers, states, strict=True):
+            scorer.score([(0, state, ids)])
+        want, found = (state.token_scores.scores for state in states)
+        if name != "b":
+            torch.testing.assert_close(found, want, atol=1e-4, rtol=0.05)
+        # From here on, both sides choose by the same numbers.
+        lists = ScoredPageLists(allocation, PAGE).select(states[1], start // PAGE)
+        mask = ScoredTokens(allocation, PAGE, by_tokens=False)
+        seen[name] = mask.select(states[1], start // PAGE)
+        # A GPU reads all pages of the recent window.
+        begin = num_before_window(pair.device.kv, start, ids)
+        seen[name][..., begin * PAGE :] = True
+        rows.append(draft_row(pair.device.kv, 0, start, ids, count, seen=lists))
+    has_shorter = bool((rows[0].past < 0).any())
+    assert has_shorter == (allocation == "model")
+    steps = Steps(pair, "make_draft_step", with_lists=True)
     steps.run(rows, RowKind.DRAFT, lens, seen)
 
 

@@ -17,6 +17,7 @@ from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
 from kvspec_testkit.servers.server_pair import ServerPair
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 from kvspec_testkit.transport.proxy import Proxy
+from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
 
 START_TIMEOUT_S = 480.0
 PAGE = 64
@@ -54,6 +55,10 @@ INT8 = "--kvspec-target=int8"
 INT4_WEIGHTS = "--kvspec-draft-weights=int4"
 # The server may also find that proposals do not pay.
 NGRAM = ("--kvspec-drafter=ngram", "--kvspec-ngram-always=true")
+# Scores of a prompt's pages. Those of all heads compete in the second, so that lists of pages have
+# different lengths.
+SCORES = ("--kvspec-compressor=snapkv:window=16", "--kvspec-draft-budget=0.1")
+UNEVEN_SCORES = ("--kvspec-compressor=random:heads=model", "--kvspec-draft-budget=0.3")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
 # SGLang retracts a request at every fifth step of several requests.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
@@ -206,6 +211,7 @@ class Fleet:
         shared = (f"--kvspec-prefix-server={prefix_server}", WAIT)
         slow = (f"--kvspec-prefix-server={self.slow_link.address}", WAIT)
         small = self.room.small
+        untested = {UNTESTED_NAME: "1"}
         tiers = (HOST, disk, *shared, "--kvspec-prefix-publish-gbps=10")
         return {
             "off": Spec(("--kvspec-draft-len=0",)),
@@ -214,6 +220,10 @@ class Fleet:
             "int4 weights": Spec((INT4_WEIGHTS, ALWAYS_DRAFTS, *PAGES)),
             "ngram": Spec((*NGRAM, ALWAYS_DRAFTS, *PAGES)),
             "ngram int4": Spec((*NGRAM, INT4_WEIGHTS, ALWAYS_DRAFTS), environment=RETRACT),
+            "scores": Spec(
+                (*SCORES, ALWAYS_DRAFTS, "--chunked-prefill-size=256"), environment=untested
+            ),
+            "uneven scores": Spec((*UNEVEN_SCORES, ALWAYS_DRAFTS, HOSTED), environment=untested),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
             "crowded": Spec(PAGES, 2 * small, RETRACT),

@@ -12,7 +12,7 @@ Same = Callable[..., None]
 
 lossless = pytest.mark.servers(
     *("exact", "pages", "int4 weights", "ngram", "ngram int4", "log4", "small chunks", "crowded"),
-    "hosted",
+    *("hosted", "scores", "uneven scores"),
 )
 
 
@@ -96,7 +96,7 @@ def test_an_int8_crowd_is_retracted(
     assert server.num_retractions > 0
 
 
-@pytest.mark.servers("hosted", "small chunks")
+@pytest.mark.servers("hosted", "small chunks", "scores", "uneven scores")
 def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list[int]]) -> None:
     longest = max(prompts, key=len)
     params = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}

@@ -1,0 +1,50 @@
+"""Keys and values of a request's earlier tokens on a GPU, for a scorer that is shown a prefill."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_kvspec.kv.gpu_cache import GpuKVCache
+
+# Pages that are decoded at once: bounds the memory of codes in 32 bits.
+PAGES_AT_ONCE = 64
+
+
+class EarlierTokens:
+    """Keys and values of the first tokens of a request as drafts read them: pages of the recent
+    window in full precision, and anchors before it.
+
+    Anchors are in GPU memory whatever the target is and wherever residuals are.
+    """
+
+    def __init__(self, kv: GpuKVCache, pages: torch.Tensor, num_tokens: int) -> None:
+        """pages: the request's page ids on the CPU. Which of them are in the window is looked up
+        now."""
+        self._kv, self._num_tokens = kv, num_tokens
+        ids = pages[: -(-num_tokens // kv.geometry.page_size)].tolist()
+        window = kv.window.slots
+        recent = [place for place, page in enumerate(ids) if page in window]
+        encoded = [place for place, page in enumerate(ids) if page not in window]
+        self._num_pages = len(ids)
+        self._recent = self._on_device(recent)
+        self._slots = self._on_device([window.slot_of(ids[place]) for place in recent])
+        self._encoded = self._on_device(encoded)
+        self._records = self._on_device([ids[place] for place in encoded])
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new (k, v) of a layer, each [num_tokens, num_kv_heads, head_dim]."""
+        kv, geometry = self._kv, self._kv.geometry
+        shape = (2, self._num_pages, *geometry.page_shape)
+        both = torch.empty(shape, dtype=geometry.dtype, device=kv.device)
+        for part, window in zip(both, kv.window.layer(layer), strict=True):
+            part[self._recent] = window[self._slots]
+        anchors = kv.anchors.layer(layer)
+        for first in range(0, len(self._encoded), PAGES_AT_ONCE):
+            some = slice(first, first + PAGES_AT_ONCE)
+            places, records = self._encoded[some], anchors[self._records[some]]
+            both[0, places], both[1, places] = kv.codec.decode_anchor(records)
+        k, v = both.flatten(1, 2)[:, : self._num_tokens]
+        return k, v
+
+    def _on_device(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._kv.device)
