@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvspec_kernels.codecs.coverage import EXACT, MAX_GROUP, TRITON_ATTENTION
-from sglang_kvspec.adapters.activation import allows_untested
+from sglang_kvspec.adapters.activation import check_untested
 from sglang_kvspec.adapters.kernel_choice import check_deterministic_sizes, check_kernels
 from sglang_kvspec.adapters.target_choice import DETERMINISTIC, target_attention_name
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
@@ -16,7 +16,6 @@ from sglang_kvspec.codecs.registry import find_codec, make_codec
 from sglang_kvspec.core.codec_names import codec_names
 from sglang_kvspec.core.config import KVSpecConfig, Target
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
-from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
 
 # Head sizes of models on a GPU, by --kvspec-target. Kernels of `int8` take others as well, which no
 # model in use has.
@@ -139,16 +138,10 @@ def _check_for_kernels(config: KVSpecConfig, model: Any, num_ranks: int) -> None
                 f"(allowed: {allowed})"
             )
     if config.packs_residuals:
-        raise UnsupportedError(
-            "--kvspec-exact-residual packed was not tested on a GPU and serves on a CPU only "
-            "(allowed on a GPU: raw)"
-        )
-    if config.compressor is not None and not allows_untested():
-        raise UnsupportedError(
-            f"--kvspec-compressor {config.compressor} was not tested on a GPU and serves on a CPU "
-            "only (allowed on a GPU: --kvspec-draft-view pages): use that, or set "
-            f"{UNTESTED_NAME}=1 to try this one"
-        )
+        check_untested("--kvspec-exact-residual packed", "raw")
+    if config.compressor is not None:
+        flag = f"--kvspec-compressor {config.compressor}"
+        check_untested(flag, "--kvspec-draft-view pages")
     if config.draft_weights not in ("auto", "target") and model.dtype != torch.bfloat16:
         raise UnsupportedError(
             f"--kvspec-draft-weights {config.draft_weights} cannot serve {model.model_path} on a "

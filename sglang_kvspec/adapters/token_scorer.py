@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,15 +11,12 @@ from sglang_kvspec.adapters.compat.attention import RadixAttention
 from sglang_kvspec.adapters.compat.runtime_context import get_parallel
 from sglang_kvspec.core.compressor import Compressor
 from sglang_kvspec.core.errors import UnsupportedError
-from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.token_scorer import TokenScorer
 from sglang_kvspec.scorers.base import Needs
 from sglang_kvspec.scorers.making import make_scorer
 from sglang_kvspec.scorers.rotary import TableRotary
-
-logger = logging.getLogger(__name__)
 
 
 def make_token_scorer(
@@ -39,9 +35,6 @@ def make_token_scorer(
     needs, blocks = scorer.needs, dict(_attention_blocks(runner.model))
     if isinstance(attention, DeviceAttention):
         _check_for_gpu(compressor, needs)
-        logger.warning(
-            "KVSpec: %s is set: --kvspec-compressor was not tested on a GPU", UNTESTED_NAME
-        )
     if not blocks:
         raise UnsupportedError(
             f"--kvspec-compressor {compressor.name} finds no attention layers in "

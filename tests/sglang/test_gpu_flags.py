@@ -24,6 +24,7 @@ from sglang_kvspec.adapters.server_args import (
 )
 from sglang_kvspec.core.config import Kernels, KVSpecConfig, Target, Transfer
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
 
 DETERMINISTIC = {"enable_deterministic_inference": True}
 PREFILL = {
@@ -87,7 +88,10 @@ def test_models_no_kernel_covers(
     check_model(KVSpecConfig(), good, 64, on_gpu=True)
 
 
-def test_packed_residuals_need_a_cpu_and_values_of_two_bytes() -> None:
+def test_packed_residuals_need_a_cpu_and_values_of_two_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(UNTESTED_NAME, raising=False)
     config = KVSpecConfig(exact_residual="packed", prefix_host_gb=1)
     single, half = (
         model_config_of({"model_path": str(DEMO_MODEL), "dtype": dtype})
@@ -98,6 +102,35 @@ def test_packed_residuals_need_a_cpu_and_values_of_two_bytes() -> None:
         check_model(config, half, 64, on_gpu=True)
     with pytest.raises(ConfigError, match=r"exact-residual packed: .*bf16 or fp16, got .*float32"):
         check_model(config, single, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag", "instead"),
+    [
+        ({"exact_residual": "packed", "prefix_host_gb": 1}, "exact-residual packed", "raw"),
+        ({"compressor": "snapkv"}, "compressor snapkv", "--kvspec-draft-view pages"),
+    ],
+)
+def test_what_was_not_tested_on_a_gpu_is_tried_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    flag: str,
+    instead: str,
+) -> None:
+    monkeypatch.delenv(UNTESTED_NAME, raising=False)
+    config = KVSpecConfig(**options)
+    model = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
+    check_model(config, model, 64)
+    with pytest.raises(UnsupportedError) as caught:
+        check_model(config, model, 64, on_gpu=True)
+    assert str(caught.value) == (
+        f"--kvspec-{flag} was not tested on a GPU and serves on a CPU only (allowed on a GPU: "
+        f"{instead}): use that, or set SGLANG_KVSPEC_UNTESTED=1 to try this one"
+    )
+    monkeypatch.setenv(UNTESTED_NAME, "1")
+    check_model(config, model, 64, on_gpu=True)
+    assert f"--kvspec-{flag} was not tested on a GPU" in caplog.text
 
 
 def test_cuda_kernels_are_asked_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
