@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from fleet import Fleet
@@ -96,14 +97,30 @@ def test_an_int8_crowd_is_retracted(
     assert server.num_retractions > 0
 
 
-@pytest.mark.servers("hosted", "small chunks", "scores", "uneven scores")
-def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list[int]]) -> None:
+def draft_reads(server: LiveServer, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return what the drafts of an answer to the longest prompt read."""
     longest = max(prompts, key=len)
     params = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
     (answer,) = server.send([{"input_ids": longest, "sampling_params": params}])
-    reads = answer["meta_info"]["kvspec"]["draft_reads"]
+    return dict(answer["meta_info"]["kvspec"]["draft_reads"])
+
+
+@pytest.mark.servers("hosted", "small chunks")
+def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list[int]]) -> None:
+    reads = draft_reads(server, prompts)
     assert reads["share"] < 0.5
     assert reads["share"] < reads["mass"] < 1, "the pages with the most mass are read"
+    assert reads["selection_ms"] > 0
+
+
+@pytest.mark.servers("scores", "uneven scores")
+def test_drafts_read_the_pages_that_a_compressor_keeps(
+    server: LiveServer, prompts: list[list[int]]
+) -> None:
+    """Scores of a compressor are no attention mass."""
+    reads = draft_reads(server, prompts)
+    assert reads["share"] < 0.5
+    assert reads["mass"] is None
     assert reads["selection_ms"] > 0
 
 
