@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_kvspec.scorers.base import Allocation
-from sglang_kvspec.scorers.selection import kept_tokens
+from sglang_kvspec.scorers.selection import kept_units
 
 
 @dataclass(slots=True)
@@ -18,7 +18,8 @@ class TokenScores:
 
     scores: torch.Tensor
     memory: list[dict[str, torch.Tensor]]
-    # Masks that were made of these scores, by budget. Every draft step asks for one.
+    # What was made of these scores, by budget. Every draft step asks for it.
+    _units: dict[float, torch.Tensor] = field(default_factory=dict)
     _kept: dict[float, torch.Tensor] = field(default_factory=dict)
     _num_unread: dict[float, float] = field(default_factory=dict)
     # Newest lists of pages, and what they were made for.
@@ -27,16 +28,15 @@ class TokenScores:
     def kept(self, budget: float, allocation: Allocation, unit: int) -> torch.Tensor:
         """Return which tokens of whole units drafts read, see kept_tokens()."""
         if budget not in self._kept:
-            whole = self.scores.shape[-1] // unit * unit
-            kept = kept_tokens(self.scores[..., :whole], budget, allocation, unit)
-            self._kept[budget] = kept
+            units = self._kept_units(budget, allocation, unit)
+            self._kept[budget] = units.repeat_interleave(unit, dim=-1)
         return self._kept[budget]
 
     def num_unread(self, budget: float, allocation: Allocation, unit: int) -> float:
         """Return how many of these tokens drafts do not read, the mean of layers and KV heads."""
         if budget not in self._num_unread:
-            kept = self.kept(budget, allocation, unit)
-            self._num_unread[budget] = float((~kept).float().sum(-1).mean())
+            units = self._kept_units(budget, allocation, unit)
+            self._num_unread[budget] = unit * float((~units).float().sum(-1).mean())
         return self._num_unread[budget]
 
     def pages(
@@ -46,7 +46,7 @@ class TokenScores:
         [num_layers, num_kv_heads, longest list]: those that kept() selects, and all pages behind
         the scores. Shorter lists end in num_pages. Drafts of a page's tokens share lists."""
         if self._pages is None or self._pages[:2] != (budget, num_pages):
-            kept = self.kept(budget, allocation, page_size)[..., ::page_size]
+            kept = self._kept_units(budget, allocation, page_size)
             spare = max(0, num_pages - kept.shape[-1])
             read = F.pad(kept, (0, spare), value=True)[..., :num_pages]
             counts = read.sum(-1, keepdim=True)
@@ -56,3 +56,9 @@ class TokenScores:
             lists = torch.where(places < counts, order, num_pages)[..., : int(counts.max())]
             self._pages = (budget, num_pages, lists)
         return self._pages[2]
+
+    def _kept_units(self, budget: float, allocation: Allocation, unit: int) -> torch.Tensor:
+        if budget not in self._units:
+            whole = self.scores.shape[-1] // unit * unit
+            self._units[budget] = kept_units(self.scores[..., :whole], budget, allocation, unit)
+        return self._units[budget]

@@ -12,7 +12,16 @@ from sglang_kvspec.scorers.base import ALWAYS, Allocation
 def kept_tokens(
     scores: torch.Tensor, budget: float, allocation: Allocation, unit: int
 ) -> torch.Tensor:
-    """Return which tokens drafts read, bool [num_layers, num_kv_heads, num_tokens].
+    """Return which tokens drafts read, bool [num_layers, num_kv_heads, num_tokens]: those of
+    kept_units(), whose arguments these are."""
+    kept = kept_units(scores, budget, allocation, unit)
+    return kept.repeat_interleave(unit, dim=-1)
+
+
+def kept_units(
+    scores: torch.Tensor, budget: float, allocation: Allocation, unit: int
+) -> torch.Tensor:
+    """Return which units drafts read, bool [num_layers, num_kv_heads, num_tokens / unit].
 
     scores: [num_layers, num_kv_heads, num_tokens] float32. Tokens are read in units of `unit`
     consecutive ones, by the sum of their scores; with a token of ALWAYS the whole unit is read. Of
@@ -21,10 +30,10 @@ def kept_tokens(
     """
     num_layers, num_heads, num_tokens = scores.shape
     by_unit = scores.reshape(num_layers, num_heads, -1, unit)
-    # Finite sums, so that units that are read in any case rank below all others.
-    lowest = torch.finfo(scores.dtype).min
-    sums = torch.where(by_unit == ALWAYS, 0.0, by_unit).sum(-1).clamp(min=lowest)
-    always = (by_unit == ALWAYS).any(-1)
+    always = by_unit.amax(-1) == ALWAYS
+    # Finite sums, so that units that are read in any case rank below all others. The sums of those
+    # do not count.
+    sums = by_unit.sum(-1).clamp(min=torch.finfo(scores.dtype).min)
     num_units = num_tokens // unit
     # Units of one row compete with one another.
     rows = {"head": (num_layers * num_heads, 1), "layer": (num_layers, num_heads)}
@@ -33,6 +42,4 @@ def kept_tokens(
     best = ranked.sort(dim=-1, descending=True, stable=True).indices
     kept = torch.zeros_like(ranked, dtype=torch.bool)
     kept.scatter_(-1, best[:, : heads * math.ceil(budget * num_units)], True)
-    kept = kept.view(num_layers, num_heads, num_units) | always
-    tokens: torch.Tensor = kept.repeat_interleave(unit, dim=-1)
-    return tokens
+    return kept.view(num_layers, num_heads, num_units) | always
