@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 from sglang_kvspec.scorers.base import Allocation
 from sglang_kvspec.scorers.selection import kept_units
@@ -22,6 +21,7 @@ class TokenScores:
     _units: dict[float, torch.Tensor] = field(default_factory=dict)
     _kept: dict[float, torch.Tensor] = field(default_factory=dict)
     _num_unread: dict[float, float] = field(default_factory=dict)
+    _lists: dict[float, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     # Newest lists of pages, and what they were made for.
     _pages: tuple[float, int, torch.Tensor] | None = None
 
@@ -47,18 +47,43 @@ class TokenScores:
         the scores. Shorter lists end in num_pages. Drafts of a page's tokens share lists."""
         if self._pages is None or self._pages[:2] != (budget, num_pages):
             kept = self._kept_units(budget, allocation, page_size)
-            spare = max(0, num_pages - kept.shape[-1])
-            read = F.pad(kept, (0, spare), value=True)[..., :num_pages]
-            counts = read.sum(-1, keepdim=True)
-            # Pages that are read come first, each part in order.
-            order = (~read).to(torch.uint8).argsort(dim=-1, stable=True)
-            places = torch.arange(num_pages)
-            lists = torch.where(places < counts, order, num_pages)[..., : int(counts.max())]
+            spare = num_pages - kept.shape[-1]
+            if spare < 0:
+                lists, _ = _listed(kept[..., :num_pages])
+            else:
+                lists = self._followed(budget, kept, spare)
             self._pages = (budget, num_pages, lists)
         return self._pages[2]
+
+    def _followed(self, budget: float, kept: torch.Tensor, spare: int) -> torch.Tensor:
+        """Return the lists of pages that are kept, each followed by `spare` pages behind all of
+        them. A draft waits for this whenever its request begins a page, so only the pages that are
+        listed are touched, not all of the request's."""
+        if budget not in self._lists:
+            self._lists[budget] = _listed(kept)
+        listed, counts = self._lists[budget]
+        num_kept, num_pages = kept.shape[-1], kept.shape[-1] + spare
+        lists = listed.new_full((*listed.shape[:2], listed.shape[-1] + spare), num_pages)
+        lists[..., : listed.shape[-1]] = listed.masked_fill(listed == num_kept, num_pages)
+        behind = torch.arange(spare)
+        places = (counts + behind).expand(*listed.shape[:2], -1)
+        return lists.scatter_(-1, places, (num_kept + behind).expand_as(places))
 
     def _kept_units(self, budget: float, allocation: Allocation, unit: int) -> torch.Tensor:
         if budget not in self._units:
             whole = self.scores.shape[-1] // unit * unit
             self._units[budget] = kept_units(self.scores[..., :whole], budget, allocation, unit)
         return self._units[budget]
+
+
+def _listed(read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lists of the pages that are read, ascending, int64 [num_layers, num_kv_heads, longest
+    list], and their lengths [num_layers, num_kv_heads, 1]. Shorter lists end in num_pages. read:
+    bool [num_layers, num_kv_heads, num_pages]."""
+    num_pages = read.shape[-1]
+    counts = read.sum(-1, keepdim=True)
+    # Pages that are read come first, each part in order.
+    order = (~read).to(torch.uint8).argsort(dim=-1, stable=True)
+    lists = torch.where(torch.arange(num_pages) < counts, order, num_pages)
+    longest = int(counts.max()) if num_pages else 0
+    return lists[..., :longest].contiguous(), counts

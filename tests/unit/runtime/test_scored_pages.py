@@ -174,6 +174,22 @@ def test_lists_hold_the_pages_of_the_mask(allocation, num_pages):
         assert DraftReads(each, SIZE).tokens(state) == num_pages * SIZE
 
 
+@pytest.mark.parametrize("allocation", ["head", "layer", "model"])
+def test_lists_grow_with_the_request(allocation):
+    lists, mask = (
+        ScoredPageLists(allocation, SIZE),
+        ScoredTokens(allocation, SIZE, by_tokens=False),
+    )
+    state = new_state(8 * SIZE, budget=0.25)
+    state.token_scores = scores_of([ALWAYS, 3, 9, 8, 7, 1], [0, 2, 4, 6, 5, 0.5])
+    for num_pages in (6, 7, 8, 12, 7, 0, 3):
+        seen = mask.select(state, num_pages)[0, :, ::SIZE]
+        for pages, read in zip(lists.select(state, num_pages)[0].tolist(), seen, strict=True):
+            assert [page for page in pages if page < num_pages] == read.nonzero().flatten().tolist()
+            assert pages == sorted(pages)
+            assert set(pages) <= set(range(num_pages + 1))
+
+
 def test_a_request_without_scores_reads_everything():
     assert ScoredPageLists("head", SIZE).select(new_state(200, budget=0.1), 6) is None
 
