@@ -141,7 +141,8 @@ def half_split_order(rotary: Rotary, head_dim: int, device: torch.device) -> tor
     basis = torch.eye(head_dim, device=device)[:, None]
     ones = torch.ones(head_dim, dtype=torch.int64, device=device)
     mixed = rotary.rotate(basis, ones)[:, 0].fill_diagonal_(0).abs()
-    partners = [int(row.argmax()) if bool(row.any()) else None for row in mixed.unbind()]
+    # Looked at on the CPU, so that a GPU is waited for once, not once a channel.
+    partners = [int(row.argmax()) if bool(row.any()) else None for row in mixed.cpu().unbind()]
     firsts = [i for i, other in enumerate(partners) if other is not None and other > i]
     seconds = [other for other in (partners[i] for i in firsts) if other is not None]
     still = [i for i, other in enumerate(partners) if other is None]
