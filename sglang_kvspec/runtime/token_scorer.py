@@ -276,8 +276,10 @@ class TokenScorer:
         num_pages = -(-scores.shape[-1] // size)
         padded = F.pad(scores, (0, num_pages * size - scores.shape[-1]), value=ALWAYS)
         first = first_own // size
-        for place, page in enumerate(pages[first:num_pages].tolist(), first):
-            self._scores[page] = padded[..., place * size : (place + 1) * size].clone()
+        own = torch.split(padded[..., first * size :], size, dim=-1)
+        # Without own tokens there are no pages, but one empty part.
+        for page, of_page in zip(pages[first:num_pages].tolist(), own, strict=False):
+            self._scores[page] = of_page.clone()
 
     def _take_prompt(self, pages: torch.Tensor, num_tokens: int) -> _PromptScores:
         """Return, and forget, what is known of a prompt of which num_tokens tokens have KV."""
