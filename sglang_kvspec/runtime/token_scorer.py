@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a trial at the start: more than any window has.
 TRIED_TOKENS = 512
+# Prefills after which a prompt is forgotten if none of them has continued it: its request has ended
+# between two chunks. SGLang continues a prompt in the next prefill.
+MOST_PREFILLS = 16
 Memory = list[dict[str, torch.Tensor]]
 
 
@@ -30,11 +33,12 @@ Memory = list[dict[str, torch.Tensor]]
 class _PromptScores:
     """Scores of a prompt between two of its chunks. scores: [num_layers, num_kv_heads, num_tokens]
     float32 on the CPU, of all tokens so far. first_own: position of the first token that the
-    request has computed itself. memory: the scorer's, by layer."""
+    request has computed itself. memory: the scorer's, by layer. made_by: number of the prefill."""
 
     scores: torch.Tensor
     first_own: int
     memory: Memory
+    made_by: int = 0
 
 
 class TokenScorer:
@@ -63,6 +67,7 @@ class TokenScorer:
         self._scores: dict[int, torch.Tensor] = {}
         # Prompts between two chunks, by the page of their last token.
         self._prompts: dict[int, _PromptScores] = {}
+        self._num_prefills = 0
         self._rows: Sequence[Row] = ()
         # Present forward, by index of the row.
         self._before: dict[int, _PromptScores] = {}
@@ -123,6 +128,9 @@ class TokenScorer:
                 self._before[index] = self._take_prompt(row.pages, row.start)
             elif row.kind is RowKind.VERIFY and self._scorer.needs.drafting:
                 self._queries[index] = []
+        if any(row.kind is RowKind.PREFILL for row in rows):
+            self._num_prefills += 1
+            self._forget_ended_prompts()
 
     def observe(self, layer: int, index: int, q: torch.Tensor, context: KV, scale: float) -> None:
         if index in self._queries:
@@ -155,7 +163,9 @@ class TokenScorer:
             scores = torch.stack(by_layer).cpu()
             self._keep(row.pages, scores, before.first_own)
             last_page = int(row.pages[(scores.shape[-1] - 1) // self._page_size])
-            self._prompts[last_page] = _PromptScores(scores, before.first_own, before.memory)
+            self._prompts[last_page] = _PromptScores(
+                scores, before.first_own, before.memory, self._num_prefills
+            )
         self._scored, self._before = {}, {}
 
     def on_pages_freed(self, pages: Iterable[int]) -> None:
@@ -280,6 +290,14 @@ class TokenScorer:
         # Without own tokens there are no pages, but one empty part.
         for page, of_page in zip(pages[first:num_pages].tolist(), own, strict=False):
             self._scores[page] = of_page.clone()
+
+    def _forget_ended_prompts(self) -> None:
+        """Forget prompts that no prefill has continued for long. Their pages may stay cached, and
+        memory of all layers, on a GPU its own, with them."""
+        oldest = self._num_prefills - MOST_PREFILLS
+        ended = [page for page, known in self._prompts.items() if known.made_by < oldest]
+        for page in ended:
+            del self._prompts[page]
 
     def _take_prompt(self, pages: torch.Tensor, num_tokens: int) -> _PromptScores:
         """Return, and forget, what is known of a prompt of which num_tokens tokens have KV."""

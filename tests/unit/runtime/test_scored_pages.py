@@ -17,7 +17,7 @@ from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.runtime.scored_tokens import ScoredPageLists, ScoredTokens
-from sglang_kvspec.runtime.token_scorer import TokenScorer
+from sglang_kvspec.runtime.token_scorer import MOST_PREFILLS, TokenScorer
 from sglang_kvspec.runtime.token_scores import TokenScores
 from sglang_kvspec.scorers.base import ALWAYS, About, Needs
 
@@ -50,6 +50,18 @@ class Watching:
     def score(self, chunk):
         self.seen.append(chunk)
         return chunk.values[..., 0].T.float()
+
+
+@dataclass(frozen=True)
+class Remembering(Watching):
+    """Note what each chunk finds in memory, and leave a number there."""
+
+    found: list = field(default_factory=list, compare=False)
+
+    def score(self, chunk):
+        self.found.append((dict(chunk.memory), chunk.scores))
+        chunk.memory["number"] = torch.tensor(len(self.found))
+        return super().score(chunk)
 
 
 def driver_of(attention_lab, kv, scorer):
@@ -117,6 +129,24 @@ def test_requests_of_one_forward_keep_their_own_scores(attention_lab, kv):
     scored.score(committed)
     for state, story in zip(states, stories, strict=True):
         assert torch.equal(state.token_scores.scores, story.v[..., 0].transpose(1, 2).float())
+
+
+@pytest.mark.parametrize(("num_others", "remembers"), [(MOST_PREFILLS, True), (100, False)])
+def test_memory_of_a_prompt_that_is_not_continued_ends(attention_lab, kv, num_others, remembers):
+    """A request may end between two chunks while the prefix cache keeps its pages."""
+    scorer = Remembering()
+    driver, scored = driver_of(attention_lab, kv, scorer)
+    long, other = attention_lab.Story(kv, PAGES, 70), attention_lab.Story(kv, [3], 20)
+    driver.prefill(long, [0, 40])
+    for _ in range(num_others):
+        driver.prefill(other, [0, 20])
+        scored.score([(0, new_state(20), other.pages)])
+        scored.on_pages_freed([3])
+        kv.free_pages([3])
+    driver.prefill(long, [40, 70])
+    memory, scores = scorer.found[-LAYERS]
+    assert bool(memory) == remembers
+    assert torch.equal(scores, long.v[0, :40, :, 0].T.float()), "scores of pages are kept"
 
 
 def test_warm_up_is_not_shown(attention_lab, kv, monkeypatch):
