@@ -49,9 +49,13 @@ class TotalTimer:
     @property
     def seconds(self) -> float:
         """Seconds of all phases that are over."""
+        self.settle()
+        return self._seconds
+
+    def settle(self) -> None:
+        """Add up the phases that are over. Until then each of them keeps two events of a GPU."""
         while self._pending and _is_past(self._pending[0][1]):
             self._seconds += _seconds_between(*self._pending.popleft())
-        return self._seconds
 
     def __enter__(self) -> None:
         self._begin = _mark_now(self._device)

@@ -167,6 +167,8 @@ class TokenScorer:
                 scores, before.first_own, before.memory, self._num_prefills
             )
         self._scored, self._before = {}, {}
+        # A server whose requests end at the prefill never asks for the seconds.
+        self._timer.settle()
 
     def on_pages_freed(self, pages: Iterable[int]) -> None:
         """Forget what is known of pages that SGLang freed."""

@@ -149,6 +149,14 @@ def test_memory_of_a_prompt_that_is_not_continued_ends(attention_lab, kv, num_ot
     assert torch.equal(scores, long.v[0, :40, :, 0].T.float()), "scores of pages are kept"
 
 
+def test_prefills_leave_no_marks_of_time(attention_lab, kv):
+    """Nothing else collects them while all requests end at the prefill."""
+    driver, scored = driver_of(attention_lab, kv, Watching())
+    driver.prefill(attention_lab.Story(kv, PAGES, 70), [0, 40, 70])
+    assert not scored._timer._pending
+    assert scored.selection_s > 0
+
+
 def test_warm_up_is_not_shown(attention_lab, kv, monkeypatch):
     scorer = Watching()
     driver, _ = driver_of(attention_lab, kv, scorer)
