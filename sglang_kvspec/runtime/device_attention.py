@@ -159,10 +159,8 @@ class DeviceAttention:
     ) -> None:
         assert self._observer is not None
         for index, span, earlier in self._shown:
-            past = earlier.read(layer)
-            parts = zip(past, (k[span], v[span]), strict=True)
-            context = tuple(torch.cat(pair) for pair in parts)
-            self._observer.observe(layer, index, q[span], context, scale)  # type: ignore[arg-type]
+            context = earlier.followed_by(layer, k[span], v[span])
+            self._observer.observe(layer, index, q[span], context, scale)
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> KV:
         """Store k, v in the tail pool, and encode the pages that this forward encodes. Returns the

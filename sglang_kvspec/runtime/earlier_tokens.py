@@ -31,20 +31,28 @@ class EarlierTokens:
         self._encoded = self._on_device(encoded)
         self._records = self._on_device([ids[place] for place in encoded])
 
-    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return new (k, v) of a layer, each [num_tokens, num_kv_heads, head_dim]."""
+    def followed_by(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new (k, v) of a layer, each [num_tokens + n, num_kv_heads, head_dim]: the earlier
+        tokens, then the given ones [n, num_kv_heads, head_dim]."""
         kv, geometry = self._kv, self._kv.geometry
-        shape = (2, self._num_pages, *geometry.page_shape)
+        page_size, heads = geometry.page_size, geometry.page_shape[1:]
+        # The last page may have room for some of the given tokens.
+        num_read, end = self._num_pages * page_size, self._num_tokens + len(k)
+        shape = (2, max(num_read, end), *heads)
         both = torch.empty(shape, dtype=geometry.dtype, device=kv.device)
-        for part, window in zip(both, kv.window.layer(layer), strict=True):
+        pages = torch.unflatten(both[:, :num_read], 1, (self._num_pages, page_size))
+        for part, window in zip(pages, kv.window.layer(layer), strict=True):
             part[self._recent] = window[self._slots]
         anchors = kv.anchors.layer(layer)
         for first in range(0, len(self._encoded), PAGES_AT_ONCE):
             some = slice(first, first + PAGES_AT_ONCE)
             places, records = self._encoded[some], anchors[self._records[some]]
-            both[0, places], both[1, places] = kv.codec.decode_anchor(records)
-        k, v = both.flatten(1, 2)[:, : self._num_tokens]
-        return k, v
+            pages[0, places], pages[1, places] = kv.codec.decode_anchor(records)
+        for part, new in zip(both, (k, v), strict=True):
+            part[self._num_tokens : end] = new
+        return both[0, :end], both[1, :end]
 
     def _on_device(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._kv.device)
