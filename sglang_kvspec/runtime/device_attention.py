@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 
@@ -159,7 +160,7 @@ class DeviceAttention:
     ) -> None:
         assert self._observer is not None
         for index, span, earlier in self._shown:
-            context = earlier.followed_by(layer, k[span], v[span])
+            context = partial(earlier.followed_by, layer, k[span], v[span])
             self._observer.observe(layer, index, q[span], context, scale)
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> KV:

@@ -35,7 +35,8 @@ class EarlierTokens:
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return new (k, v) of a layer, each [num_tokens + n, num_kv_heads, head_dim]: the earlier
-        tokens, then the given ones [n, num_kv_heads, head_dim]."""
+        tokens, then the given ones [n, num_kv_heads, head_dim]. Raises torch.OutOfMemoryError
+        where a GPU has no room for them."""
         kv, geometry = self._kv, self._kv.geometry
         page_size, heads = geometry.page_size, geometry.page_shape[1:]
         # The last page may have room for some of the given tokens.

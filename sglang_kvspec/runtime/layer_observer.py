@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -18,10 +18,13 @@ class LayerObserver(Protocol):
     def begin(self, rows: Sequence[Row]) -> None:
         """A forward over these rows begins."""
 
-    def observe(self, layer: int, index: int, q: torch.Tensor, context: KV, scale: float) -> None:
-        """Row `index` attends in a layer. q: [length, num_heads, head_dim]. context: (k, v)
-        [row.end, num_kv_heads, head_dim], all tokens up to the row's last. A GPU shows PREFILL rows
-        only, and earlier tokens as drafts read them."""
+    def observe(
+        self, layer: int, index: int, q: torch.Tensor, context: Callable[[], KV], scale: float
+    ) -> None:
+        """Row `index` attends in a layer. q: [length, num_heads, head_dim]. context: returns (k, v)
+        [row.end, num_kv_heads, head_dim], all tokens up to the row's last. To be called now, if at
+        all. Raises torch.OutOfMemoryError where a GPU has no room. A GPU shows PREFILL rows only,
+        and earlier tokens as drafts read them."""
 
     def end(self) -> None:
         """The forward is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -122,7 +123,7 @@ class ReferenceAttention:
             return _causal(q, context, row, scale)
         past = _flat(self.kv.read_target(layer, row.past_pages(self._page_size)))
         if self._observer is not None:
-            self._observer.observe(layer, index, q, _concat(past, tail), scale)
+            self._observer.observe(layer, index, q, partial(_concat, past, tail), scale)
         if self.kv.codec.target == "exact":
             return _causal(q, _concat(past, tail), row, scale)
         out = torch.empty_like(q)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,29 +132,39 @@ class TokenScorer:
             self._num_prefills += 1
             self._forget_ended_prompts()
 
-    def observe(self, layer: int, index: int, q: torch.Tensor, context: KV, scale: float) -> None:
+    def observe(
+        self, layer: int, index: int, q: torch.Tensor, context: Callable[[], KV], scale: float
+    ) -> None:
         if index in self._queries:
             self._queries[index].append((q, scale))
         if index not in self._scored:
             return
-        row = self._rows[index]
+        row, before = self._rows[index], self._before[index]
         is_repeat = row.kind is RowKind.REPEAT
-        chunk = LayerChunk(
-            layer=layer,
-            first_kv_head=self._first_kv_head,
-            start=row.start,
-            prompt_len=row.start if is_repeat else row.end,
-            queries=q,
-            scale=scale,
-            keys=context[0],
-            values=context[1],
-            scores=self._before[index].scores[layer].to(q.device),
-            memory=self._before[index].memory[layer],
-            hidden=self._hidden_of(layer, index),
-            rotary=self._rotary,
-        )
-        scores = self._ask(chunk)
-        self._scored[index].append(scores[:, : chunk.prompt_len])
+        known, memory = before.scores[layer].to(q.device), before.memory[layer]
+        try:
+            keys, values = context()
+        except torch.OutOfMemoryError as error:
+            self._warn_of(error)
+            scores = _unscored(known, len(q), memory)
+        else:
+            scores = self._ask(
+                LayerChunk(
+                    layer=layer,
+                    first_kv_head=self._first_kv_head,
+                    start=row.start,
+                    prompt_len=row.start if is_repeat else row.end,
+                    queries=q,
+                    scale=scale,
+                    keys=keys,
+                    values=values,
+                    scores=known,
+                    memory=memory,
+                    hidden=self._hidden_of(layer, index),
+                    rotary=self._rotary,
+                )
+            )
+        self._scored[index].append(scores[:, : row.start] if is_repeat else scores)
 
     def end(self) -> None:
         """Keep the scores of all prompts of the forward."""
@@ -237,16 +247,18 @@ class TokenScorer:
         try:
             return self._asked(chunk)
         except Exception as error:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "the scorer %s failed: %r; drafts read all tokens of the chunk, and later "
-                    "failures are not logged",
-                    type(self._scorer).__name__,
-                    error,
-                )
-            chunk.memory.clear()
-            return F.pad(chunk.scores, (0, len(chunk.queries)), value=ALWAYS)
+            self._warn_of(error)
+            return _unscored(chunk.scores, len(chunk.queries), chunk.memory)
+
+    def _warn_of(self, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the scorer %s failed: %r; drafts read all tokens of the chunk, and later failures "
+                "are not logged",
+                type(self._scorer).__name__,
+                error,
+            )
 
     def _asked(self, chunk: LayerChunk) -> torch.Tensor:
         with self._timer:
@@ -311,3 +323,12 @@ class TokenScorer:
                 return known
         memory: Memory = [{} for _ in range(self._kv.geometry.num_layers)]
         return _PromptScores(self._scores_of(pages, num_tokens), num_tokens, memory)
+
+
+def _unscored(
+    known: torch.Tensor, num_tokens: int, memory: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return known scores, followed by num_tokens tokens without a score. Clears a scorer's memory,
+    which lacks these tokens."""
+    memory.clear()
+    return F.pad(known, (0, num_tokens), value=ALWAYS)

@@ -13,6 +13,7 @@ from sglang_kvspec.kv.forward_plan import ForwardPlan
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import draft_row
 from sglang_kvspec.runtime.draft_view import DraftReads
+from sglang_kvspec.runtime.earlier_tokens import EarlierTokens
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
@@ -155,6 +156,25 @@ def test_prefills_leave_no_marks_of_time(attention_lab, kv):
     driver.prefill(attention_lab.Story(kv, PAGES, 70), [0, 40, 70])
     assert not scored._timer._pending
     assert scored.selection_s > 0
+
+
+def test_a_gpu_without_room_for_earlier_tokens_goes_on(attention_lab, kv, monkeypatch):
+    def raise_error(*args):
+        raise torch.OutOfMemoryError
+
+    scorer = Watching()
+    driver, scored = driver_of(attention_lab, kv, scorer)
+    story = attention_lab.Story(kv, PAGES, 70)
+    driver.prefill(story, [0, 40])
+    with monkeypatch.context() as patched:
+        patched.setattr(EarlierTokens, "followed_by", raise_error)
+        driver.prefill(story, [40, 70])
+    assert len(scorer.seen) == LAYERS, "the scorer was asked about tokens that nothing has read"
+    state = new_state(70)
+    scored.score([(0, state, story.pages)])
+    scores = state.token_scores.scores
+    assert torch.equal(scores[..., :40], story.v[:, :40, :, 0].transpose(1, 2).float())
+    assert scores[..., 40:].eq(ALWAYS).all()
 
 
 def test_warm_up_is_not_shown(attention_lab, kv, monkeypatch):
