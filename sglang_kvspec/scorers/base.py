@@ -111,9 +111,9 @@ class Scorer(Protocol):
     allocation: ClassVar[Allocation]
 
     def score(self, chunk: LayerChunk) -> torch.Tensor:
-        """Return the scores [num_kv_heads, chunk.end] float32 of all tokens up to the chunk's last;
-        larger ones are read first. ALWAYS: read in any case; -inf: only if nothing else is left.
-        Tokens before the chunk may get new scores. Changes chunk.memory only.
+        """Return the scores [num_kv_heads, chunk.end] float32, on the chunk's device, of all tokens
+        up to the chunk's last; larger ones are read first. ALWAYS: read in any case; -inf: only if
+        nothing else is left. Tokens before the chunk may get new scores. Changes chunk.memory only.
 
         chunk: the tokens of a prefill, of which long prompts have several in order; then, as far as
         `needs` asks, repeats of the prompt and verified tokens. Of repeats, the scores of the first

@@ -9,10 +9,11 @@ from sglang_kvspec.scorers.base import LayerChunk, Scorer
 
 def wrong_scores(scorer: Scorer, scores: torch.Tensor, chunk: LayerChunk) -> str:
     """Return what is wrong with the scores of a chunk, a sentence; empty if they are right."""
-    wanted = (chunk.keys.shape[1], chunk.end)
-    if tuple(scores.shape) == wanted and not bool(scores.isnan().any()):
+    wanted, device = (chunk.keys.shape[1], chunk.end), chunk.keys.device
+    is_right = tuple(scores.shape) == wanted and scores.device == device
+    if is_right and not bool(scores.isnan().any()):
         return ""
     return (
-        f"the scorer {type(scorer).__name__} must return {list(wanted)} scores without NaN, got "
-        f"{list(scores.shape)}"
+        f"the scorer {type(scorer).__name__} must return {list(wanted)} scores on {device} without "
+        f"NaN, got {list(scores.shape)} on {scores.device}"
     )

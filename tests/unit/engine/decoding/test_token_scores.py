@@ -207,8 +207,13 @@ def test_a_page_that_an_answer_fills_brings_no_memory_of_its_prompt(toy):
 
 @pytest.mark.parametrize(
     "wrong",
-    [torch.full((2, 170), torch.nan), torch.zeros(2, 169), KeyError("a tensor")],
-    ids=["NaN", "length", "error"],
+    [
+        torch.full((2, 170), torch.nan),
+        torch.zeros(2, 169),
+        torch.zeros(2, 170, device="meta"),
+        KeyError("a tensor"),
+    ],
+    ids=["NaN", "length", "device", "error"],
 )
 def test_a_scorer_that_fails_stops_the_start_and_no_request(toy, wrong, caplog):
     @dataclass(frozen=True)
