@@ -36,6 +36,7 @@ from sglang_kvspec.planning.capacity import (
     split_shared_memory,
     window_pages_for,
 )
+from sglang_kvspec.runtime import earlier_tokens
 from sglang_kvspec.runtime.budget_views import ScoredPages
 from sglang_kvspec.runtime.device_pages import nbytes_of
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
@@ -123,11 +124,17 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         if view_of(config, on_gpu=True) != "pages" or args.disaggregation_mode == "prefill":
             return 0
         geometry = geometry_of(self._kvc)
+        most_pages = -(-int(model.context_len) // geometry.page_size)
+        if config.compressor is not None:
+            # A list entry for each page of each layer and KV head.
+            heads = geometry.num_layers * geometry.num_kv_heads
+            lists = int(args.max_running_requests) * most_pages * heads * torch.int32.itemsize
+            return lists + earlier_tokens.nbytes_of(geometry, most_pages)
         return nbytes_of(
             geometry,
             model.num_attention_heads // args.tp_size,
             args.max_running_requests,
-            -(-int(model.context_len) // geometry.page_size),
+            most_pages,
             config.max_draft_len,
             ScoredPages.num_queries,
         )

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.scorers.attention import BLOCK_ELEMENTS
 
 # Pages that are decoded at once: bounds the memory of codes in 32 bits.
 PAGES_AT_ONCE = 64
+
+
+def nbytes_of(geometry: KVGeometry, most_pages: int) -> int:
+    """Return about how many bytes a scorer takes on a GPU in a prefill of most_pages pages: keys
+    and values of a layer, the keys in fp32, and attention before and behind its softmax. What a
+    scorer keeps from chunk to chunk comes on top."""
+    elements = most_pages * math.prod(geometry.page_shape)
+    fp32 = torch.float32.itemsize
+    return elements * (2 * geometry.dtype.itemsize + fp32) + 2 * BLOCK_ELEMENTS * fp32
 
 
 class EarlierTokens:

@@ -82,6 +82,11 @@ def test_a_choice_of_pages_needs_memory_of_a_gpu(monkeypatch):
     assert nbytes() == nbytes(draft_view="pages") == 8 * (lists + scores + 32 * 4 * 8 * 64 * 2)
     assert nbytes(max_running=16) == 2 * nbytes()
     assert nbytes("prefill") == nbytes(draft_view="all") == nbytes(draft_len=0) == 0
+    # Lists, K and V in bf16 and K in fp32 of one layer, and attention of two blocks.
+    of_layer = 64 * 100 * 2 * 64 * (2 + 2 + 4)
+    scored = 8 * lists // 2 + of_layer + 2 * 2**26 * 4
+    assert nbytes(compressor="snapkv") == scored
+    assert nbytes("prefill", compressor="snapkv") == 0
 
 
 @pytest.fixture
