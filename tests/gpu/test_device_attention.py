@@ -319,6 +319,7 @@ def test_draft_steps_read_the_pages_of_the_largest_mass(codec: str) -> None:
 def test_draft_steps_read_the_pages_of_the_best_scores(codec: str, allocation: Allocation) -> None:
     """Score prompts on both sides, and compare steps over lists of pages, with `model` of different
     lengths, with rows that mask tokens."""
+    pytest.importorskip("flashinfer")
     pair = Pair(codec, "exact")
     sides = (pair.reference, pair.device)
     scorers = []
