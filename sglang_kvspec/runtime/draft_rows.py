@@ -210,8 +210,9 @@ class DraftRows:
 
 def _by_head(pasts: Sequence[torch.Tensor], lists: torch.Size) -> torch.Tensor:
     """Return the concatenated pasts of rows as [num_pages, *lists] int32."""
-    each = [p if p.ndim == 3 else p[:, None, None].expand(-1, *lists) for p in pasts]
-    return torch.cat([torch.empty((0, *lists), dtype=torch.int32), *each]).int()
+    narrow = [past.int() for past in pasts]
+    each = [p if p.ndim == 3 else p[:, None, None].expand(-1, *lists) for p in narrow]
+    return torch.cat([torch.empty((0, *lists), dtype=torch.int32), *each])
 
 
 def open_for_drafts(kv: PagedKVCache, position: int, pages: torch.Tensor, num_drafts: int) -> None:
