@@ -10,17 +10,21 @@ from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.scorers.attention import BLOCK_ELEMENTS
 
-# Pages that are decoded at once: bounds the memory of codes in 32 bits.
-PAGES_AT_ONCE = 64
+# Pages that are decoded at once, which bounds the memory of codes in 32 bits. To decode some takes
+# about 50 kernels a layer, and two waits for the device.
+PAGES_AT_ONCE = 256
+# Bytes that decoding takes for each element of K, besides its results.
+DECODING_BYTES = 16
 
 
 def nbytes_of(geometry: KVGeometry, most_pages: int) -> int:
     """Return about how many bytes a scorer takes on a GPU in a prefill of most_pages pages: keys
-    and values of a layer, the keys in fp32, and attention before and behind its softmax. What a
-    scorer keeps from chunk to chunk comes on top."""
-    elements = most_pages * math.prod(geometry.page_shape)
-    fp32 = torch.float32.itemsize
-    return elements * (2 * geometry.dtype.itemsize + fp32) + 2 * BLOCK_ELEMENTS * fp32
+    and values of a layer, then either what decodes them, or the keys in fp32 and attention before
+    and behind its softmax. What a scorer keeps from chunk to chunk comes on top."""
+    elements, fp32 = math.prod(geometry.page_shape), torch.float32.itemsize
+    decoding = min(PAGES_AT_ONCE, most_pages) * elements * DECODING_BYTES
+    scoring = most_pages * elements * fp32 + 2 * BLOCK_ELEMENTS * fp32
+    return most_pages * elements * 2 * geometry.dtype.itemsize + max(decoding, scoring)
 
 
 class EarlierTokens:
