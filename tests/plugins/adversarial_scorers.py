@@ -17,7 +17,8 @@ class KeepsNothing:
     allocation: ClassVar[Allocation] = "model"
 
     def score(self, chunk: LayerChunk) -> torch.Tensor:
-        return torch.full((chunk.keys.shape[1], chunk.end), -ALWAYS)
+        size = (chunk.keys.shape[1], chunk.end)
+        return chunk.keys.new_full(size, -ALWAYS, dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
