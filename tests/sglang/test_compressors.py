@@ -14,10 +14,6 @@ from harness.references import PlainReference, Setting, Workload
 from harness.servers import ServerSwitch
 from harness.suite import run_one_by_one
 
-from sglang_kvspec.adapters.model_check import check_model, model_config_of
-from sglang_kvspec.core.config import KVSpecConfig
-from sglang_kvspec.core.errors import UnsupportedError
-
 pytestmark = pytest.mark.server
 
 # Lengths that end a page, that begin one, and of several chunks.
@@ -68,11 +64,3 @@ def test_a_scorer_of_another_package_is_shown_what_the_model_computes(
     assert {"0", "512", "1500"} <= {start for start, _ in served}
     # Products in fp32 round to about 1e-6 of their size.
     assert max(float(error) for _, error in served) < 1e-4
-
-
-def test_a_gpu_refuses_compressors() -> None:
-    model = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
-    config = KVSpecConfig(compressor="random")
-    check_model(config, model, 64)
-    with pytest.raises(UnsupportedError, match=r"compressor random serves on a CPU only"):
-        check_model(config, model, 64, on_gpu=True)
