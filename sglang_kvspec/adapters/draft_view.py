@@ -23,7 +23,10 @@ from sglang_kvspec.scorers.making import find_scorer
 
 
 def view_of(config: KVSpecConfig, *, on_gpu: bool) -> str:
-    """Return the name of the view in effect. auto: reading fewer pages saves no time on a CPU."""
+    """Return the name of the view in effect, or the compressor. auto: reading fewer pages saves no
+    time on a CPU."""
+    if config.compressor is not None:
+        return config.compressor
     if config.draft_view != AUTO_DRAFT_VIEW:
         return config.draft_view
     return "pages" if on_gpu and config.drafts_on_anchors else "all"

@@ -121,7 +121,8 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
     def _selection_bytes(self) -> int:
         """Return the bytes that a GPU needs to select the pages that drafts read."""
         args, model, config = self._kvc.server_args, self._kvc.model_config, self._config
-        if view_of(config, on_gpu=True) != "pages" or args.disaggregation_mode == "prefill":
+        has_lists = config.compressor is not None or view_of(config, on_gpu=True) == "pages"
+        if not has_lists or args.disaggregation_mode == "prefill":
             return 0
         geometry = geometry_of(self._kvc)
         most_pages = -(-int(model.context_len) // geometry.page_size)
