@@ -1,4 +1,5 @@
-"""Collect runs of bench_compressors.py into compressors.json, and draw compressors.png.
+"""Collect runs of bench_compressors.py into compressors.json, draw compressors.png, and write what
+the package knows of them, sglang_kvspec/planning/measured_compressors.py.
 
     python benchmarks/collect_compressors.py --runs eval31m_16k=compressors_eval31m_16k.json \\
         eval31m_32k=compressors_eval31m_32k.json smollm2_8k=compressors_smollm2_8k.json
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 from acceptance.parts import Parts
 from acceptance.report import Figure, figure_of, write_json
-from compressors.doc_table import title_of
+from compressors.measured import MODULE, source_of
 from compressors.plot import draw
 from compressors.points import (
     Point,
@@ -34,6 +35,7 @@ from compressors.points import (
     front,
     names_of,
     points_of,
+    title_of,
 )
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -45,11 +47,12 @@ ANCHORS_OF_2_BITS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--runs", nargs="+", required=True, metavar="PLACE=FILE")
     parser.add_argument("--others", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--commit-of", nargs="*", default=[], metavar="FILE=COMMIT")
     parser.add_argument("--out", type=Path, default=RESULTS / "compressors.json")
+    parser.add_argument("--module", type=Path, default=MODULE, help="what the package knows of it")
     args = parser.parse_args()
     parts = Parts(RESULTS, args.commit_of)
 
@@ -71,7 +74,9 @@ def main() -> None:
     }
     write_json(args.out, "compressors", torch.device("cpu"), settings, figures)
     titles = {title_of(places[place]): found for place, found in points.items()}
-    draw(args.out.with_suffix(".png"), titles, next(iter(places.values()))["draft_len"])
+    draft_len = next(iter(places.values()))["draft_len"]
+    draw(args.out.with_suffix(".png"), titles, draft_len)
+    args.module.write_text(source_of(titles, draft_len), encoding="utf-8")
 
 
 def summary(points: Mapping[str, list[Point]]) -> tuple[list[Figure], dict[str, str]]:

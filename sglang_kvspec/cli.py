@@ -6,10 +6,11 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from math import inf, nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_args
 
 from rich.console import Console
@@ -101,16 +102,28 @@ def print_compressors(*, as_json: bool) -> None:
         print(json.dumps(methods, indent=1))
         return
     table = Table(title="Methods that choose, or compress, what drafts read")
-    for heading in ("flag", "method", "what drafts read", "cost", "options"):
+    for heading in ("flag", "method", "what drafts read", "cost", "options", "accepted"):
         table.add_column(heading, no_wrap=heading == "flag")
     for method in methods:
         if "problem" in method:
-            table.add_row(method["flag"], escape(method["problem"]), "", "", "")
+            table.add_row(method["flag"], escape(method["problem"]), "", "", "", "")
             continue
         options = ", ".join(f"{key}={value}" for key, value in method["options"].items())
-        cells = (method["flag"], method["paper"], method["keeps"], method["cost"], options)
+        known = (method["flag"], method["paper"], method["keeps"], method["cost"], options)
+        cells = (*known, accepted_text(method["kind"], method["measured"]))
         table.add_row(*map(escape, cells))
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False).print(table)
+
+
+def accepted_text(kind: str, measured: Sequence[Mapping[str, Any]]) -> str:
+    """Return the accepted drafts that a study measured of one method, the mean over its models and
+    prompts: by budget of a scorer, by width of a codec."""
+    parts = []
+    for each in measured:
+        at = f"{each['budget']:.0%}" if kind == "scorer" else f"{each['bits']} bits"
+        mean = fmean(each["accepted"].values())
+        parts.append(f"{at}: {mean:.1f} of {each['draft_len']}")
+    return ", ".join(parts)
 
 
 def plan(args: argparse.Namespace) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.registry import Registry
 from sglang_kvspec.core.seams import CODECS, SCORERS
+from sglang_kvspec.planning.compressor_choice import ALL_TOKENS
+from sglang_kvspec.planning.measured_compressors import DRAFT_LEN, MEASURED, PLACES
 
 
 def list_methods() -> list[dict[str, Any]]:
     """Return what is known of every scorer and codec, built in or of another package: name, kind,
-    flag, paper, keeps, cost, options with their defaults. `problem` takes the place of all but
-    name, kind and flag for a method that cannot be imported."""
+    flag, paper, keeps, cost, options with their defaults, and what was measured. `problem` takes
+    the place of all but name, kind and flag for a method that cannot be imported."""
     return [
         *(_described("scorer", SCORERS, name) for name in SCORERS.names()),
         *(_described("codec", CODECS, name) for name in CODECS.names()),
@@ -40,6 +42,7 @@ def _described(kind: str, registry: Registry, name: str) -> dict[str, Any]:
             "keeps": f"all tokens, in {', '.join(map(str, made.bit_choices))} bits",
             "cost": "on a GPU and a CPU" if made.has_kernels else "on a CPU only",
             "options": {},
+            "measured": _measured_of(ALL_TOKENS, name),
         }
     options = {
         field.name: None if field.default is MISSING else field.default
@@ -53,4 +56,20 @@ def _described(kind: str, registry: Registry, name: str) -> dict[str, Any]:
         "keeps": about.keeps,
         "cost": about.cost,
         "options": options,
+        "measured": _measured_of(name, None),
     }
+
+
+def _measured_of(scorer: str, codec: str | None) -> list[dict[str, Any]]:
+    """Return what the study measured of a scorer over 4-bit anchors, or of a codec alone: for each
+    budget or width, the accepted drafts of DRAFT_LEN by place."""
+    return [
+        {
+            "bits": each.bits,
+            "budget": each.budget,
+            "draft_len": DRAFT_LEN,
+            "accepted": dict(zip(PLACES, each.accepted, strict=True)),
+        }
+        for each in MEASURED
+        if each.scorer == scorer and codec in (None, each.codec)
+    ]

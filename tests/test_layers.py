@@ -80,7 +80,7 @@ LAYERS: Mapping[str, Layer] = {
         (CORE, "sglang_kvspec.planning", "sglang_kvspec.doctor", "sglang_kvspec.compressors"),
         ("rich", "matplotlib"),
     ),
-    "sglang_kvspec.compressors": Layer((CORE,)),
+    "sglang_kvspec.compressors": Layer((CORE, "sglang_kvspec.planning")),
     "sglang_kvspec.doctor": Layer(
         (*_ADAPTERS, "sglang_kvspec.adapters", "sglang_kvspec.composition"), None
     ),

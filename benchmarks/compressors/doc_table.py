@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from compressors.points import Point, front, points_of
+from compressors.points import Point, front, read_places
 
 
 def compressor_tables(path: Path) -> dict[str, str]:
     """Return the tables by name: none where there is no result yet."""
     if not path.exists():
         return {}
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    places = {
-        title_of(place): points_of(result["figures"], f"compressors.{name}.")
-        for name, place in result["settings"]["places"].items()
-    }
+    places = read_places(path)
     return {"compressors": accepted_table(places), "compressors_front": front_table(places)}
 
 
@@ -36,14 +31,6 @@ def identity_table(path: Path) -> str:
         accepted = f"{found['accepted']} of {found['drafted']}"
         lines.append(f"| `{name}` | {differ} | {accepted} | {found['share_read']:.2f} |")
     return "\n".join(lines)
-
-
-def title_of(place: Mapping[str, Any]) -> str:
-    """Return the model, the length of prompts and the kind of a place."""
-    title = f"{place['model']}, {place['prompt_len']:,} tokens"
-    if place["text"] != "code":
-        title += f", {place['text'].capitalize()}"
-    return title if place["by"] == "pages" else f"{title}, by {place['by']}"
 
 
 def accepted_table(places: Mapping[str, list[Point]]) -> str:

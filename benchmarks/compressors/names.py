@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_kvspec.planning.compressor_choice import ALL_TOKENS
+
 # Drafts that read the model's own KV.
 PLAIN = "plain"
 # Anchors that all methods are compared with, as --codecs and figures name them.
 DENSE4, DENSE4_LABEL = "uniform4:4", "uniform4_4bit"
-# Name in place of a scorer's where drafts read all tokens.
-ALL_TOKENS = "all"
 
 
 @dataclass(frozen=True, slots=True)

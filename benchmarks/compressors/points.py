@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from compressors.names import ALL_TOKENS, PLAIN, Method
+from sglang_kvspec.planning.compressor_choice import LEAST_ACCEPTED
 
 # Figures of a method that results of several runs keep.
 WHATS = (
@@ -18,8 +21,6 @@ WHATS = (
     "tokens_vs_plain.freed",
     "tokens_per_s",
 )
-# Share of the acceptance over all anchors of 4 bits that a method must keep to be the best.
-LEAST_ACCEPTED = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,23 @@ def points_of(rows: Iterable[Mapping[str, Any]], prefix: str) -> list[Point]:
         # Other figures of a place end like these.
         if len(by_what) == len(WHATS)
     ]
+
+
+def read_places(path: Path) -> dict[str, list[Point]]:
+    """Return the methods of each place of compressors.json, by title."""
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        title_of(place): points_of(result["figures"], f"compressors.{name}.")
+        for name, place in result["settings"]["places"].items()
+    }
+
+
+def title_of(place: Mapping[str, Any]) -> str:
+    """Return the model, the length of prompts and the kind of a place."""
+    title = f"{place['model']}, {place['prompt_len']:,} tokens"
+    if place["text"] != "code":
+        title += f", {place['text'].capitalize()}"
+    return title if place["by"] == "pages" else f"{title}, by {place['by']}"
 
 
 def front(points: Sequence[Point]) -> list[Point]:

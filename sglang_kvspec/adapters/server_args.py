@@ -115,11 +115,13 @@ def build_server_args(make: Callable[..., Any], arguments: Mapping[str, Any]) ->
     else:
         check_cpu_flags(config, kwargs)
     # Imported late: a plain server loads neither codecs nor checks.
+    from sglang_kvspec.adapters.compressor_choice import with_compressor
     from sglang_kvspec.adapters.model_check import check_model, model_config_of
     from sglang_kvspec.adapters.weights_choice import with_weights
 
     fields = kwargs | _implied(config, kwargs)
     model = model_config_of(fields)
+    config = with_compressor(config, on_gpu=on_gpu)
     check_model(
         config,
         model,

@@ -14,7 +14,6 @@ from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.token_scorer import TokenScorer
-from sglang_kvspec.scorers.base import Needs
 from sglang_kvspec.scorers.making import make_scorer
 from sglang_kvspec.scorers.rotary import TableRotary
 
@@ -33,8 +32,6 @@ def make_token_scorer(
     """
     scorer = make_scorer(compressor)
     needs, blocks = scorer.needs, dict(_attention_blocks(runner.model))
-    if isinstance(attention, DeviceAttention):
-        _check_for_gpu(compressor, needs)
     if not blocks:
         raise UnsupportedError(
             f"--kvspec-compressor {compressor.name} finds no attention layers in "
@@ -52,20 +49,6 @@ def make_token_scorer(
     attention.show(made)
     runner.token_to_kv_pool.freed_listeners.append(made.on_pages_freed)
     return made
-
-
-def _check_for_gpu(compressor: Compressor, needs: Needs) -> None:
-    """Raise UnsupportedError for what only a CPU does."""
-    for what, only_cpu in (
-        ("chooses single tokens with by=tokens", compressor.by == "tokens"),
-        ("reads prompts twice", needs.repeats),
-        ("scores tokens again after each verification", needs.drafting),
-    ):
-        if only_cpu:
-            raise UnsupportedError(
-                f"--kvspec-compressor {compressor.name} {what} and serves on a CPU only (allowed "
-                "on a GPU: methods that score pages at the prefill, such as snapkv)"
-            )
 
 
 def _attention_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Module]]:

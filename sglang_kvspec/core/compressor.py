@@ -10,6 +10,8 @@ from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag_kinds import Kind
 from sglang_kvspec.core.registry import Registry
 
+# The method that a study found best.
+AUTO_COMPRESSOR = "auto"
 # Units in which drafts read what a scorer keeps.
 Unit = Literal["pages", "tokens"]
 # Tokens that compete for the budget. head: those of one layer and KV head, so that all heads read
@@ -62,23 +64,25 @@ def _check_word(text: str, key: str, value: str, allowed: tuple[str, ...]) -> No
 
 @dataclass(frozen=True, slots=True)
 class CompressorText(Kind):
-    """Name of a scorer with options, see parse_compressor(). others: a seam whose names people may
-    take for scorers, and which another flag chooses."""
+    """AUTO_COMPRESSOR, or the name of a scorer with options, see parse_compressor(). others: a seam
+    whose names people may take for scorers, and which another flag chooses."""
 
     registry: Registry
     others: Registry
 
     def allows(self, value: object) -> bool:
         """Raises ConfigError for text that is not a name with options."""
-        return isinstance(value, str) and parse_compressor(value).name in self.registry.names()
+        return isinstance(value, str) and (
+            value == AUTO_COMPRESSOR or parse_compressor(value).name in self.registry.names()
+        )
 
     def demand(self, value: object) -> str:
         name = str(value).partition(":")[0]
-        names = ", ".join(self.registry.names())
+        names = ", ".join((AUTO_COMPRESSOR, *self.registry.names()))
         if name in self.others.names():
-            return f"must name one of {names}; {name} is a codec: write {self.others.flag} {name}"
-        return f"must name one of {names}, with options as in {self.metavar}"
+            return f"must be one of {names}; {name} is a codec: write {self.others.flag} {name}"
+        return f"must be one of {names}, with options as in {self.metavar}"
 
     def allowed(self, default: object) -> str:
         ours = ", ".join(f"`{name}`" for name in sorted(self.registry.built_in))
-        return f"{ours}; more by entry points of `{self.registry.group}`"
+        return f"`{AUTO_COMPRESSOR}`, {ours}; more by entry points of `{self.registry.group}`"

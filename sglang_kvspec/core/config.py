@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from sglang_kvspec.core.compressor import Compressor, parse_compressor
+from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, Compressor, parse_compressor
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag_needs import DEFAULT_PAGE_SIZE, MODEL_DRAFTERS
 from sglang_kvspec.core.flags import (
@@ -140,7 +140,9 @@ class KVSpecConfig:
 
     @property
     def parsed_compressor(self) -> Compressor | None:
-        """Return the method that chooses what drafts read, None for none."""
+        """Return the method that chooses what drafts read, None for none. `auto` must have been
+        decided."""
+        assert self.compressor != AUTO_COMPRESSOR, "the compressor is not decided yet"
         return None if self.compressor is None else parse_compressor(self.compressor)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from sglang_kvspec.core.compressor import CompressorText
+from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, CompressorText
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
 from sglang_kvspec.core.flag_kinds import (
@@ -279,13 +279,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "compressor",
-        CompressorText("NAME[:key=value,...]", SCORERS, CODECS),
+        CompressorText(f"{AUTO_COMPRESSOR}|NAME[:key=value,...]", SCORERS, CODECS),
         default=None,
         unset="none",
         help="method of KV-cache compression whose scores choose what the model's own drafts read, "
         "with its options; `by=tokens` reads single tokens instead of pages, and "
-        "`heads={head,layer,model}` says which heads share a budget; see `sglang-kvspec "
-        "compressors`",
+        "`heads={head,layer,model}` says which heads share a budget; `auto` takes the method and "
+        "the budget that a study found best; see `sglang-kvspec compressors`",
         note="was tested on CPU servers only; a GPU takes it with `SGLANG_KVSPEC_UNTESTED=1`; "
         "verifications read all pages",
         needs=(
@@ -319,7 +319,7 @@ FLAGS: tuple[Flag, ...] = (
         help="share of a request's pages that drafts read, in addition to the first page and the "
         "newest ones; `auto` adapts to each request's acceptance",
         note="with `--kvspec-compressor` in addition to what its method always keeps, and `auto` "
-        "is 0.1",
+        "is 0.1, or the study's",
         needs=(
             Need(
                 reads_some_pages,

@@ -12,7 +12,7 @@ import torch
 from acceptance.model import LlamaShape
 from acceptance.report import Figure
 from acceptance.rounds import Rounds
-from collect_compressors import place_figures, summary
+from collect_compressors import RESULTS, place_figures, summary
 from compressors.costs import (
     CONTEXT_LEN,
     MODEL,
@@ -22,18 +22,21 @@ from compressors.costs import (
     plain_tokens_per_s,
     residency,
 )
-from compressors.doc_table import compressor_tables, title_of
+from compressors.doc_table import compressor_tables
 from compressors.figures import DENSE4_METHOD, figures_of
+from compressors.measured import MODULE, measured_of, source_of
 from compressors.methods import all_anchors, all_choosers, anchors_of, chooser_of
 from compressors.names import DENSE4, DENSE4_LABEL, PLAIN, Method
 from compressors.plot import draw
-from compressors.points import WHATS, Point, cheapest, front, points_of
+from compressors.points import WHATS, Point, cheapest, front, points_of, read_places, title_of
 
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.seams import CODECS, SCORERS
+from sglang_kvspec.planning.compressor_choice import Measured
 from sglang_kvspec.planning.costs import AcceptanceCurve
 from sglang_kvspec.planning.devices import find_device
 from sglang_kvspec.planning.forecast import Deployment
+from sglang_kvspec.planning.measured_compressors import DRAFT_LEN, MEASURED, PLACES
 from sglang_kvspec.planning.model_shape import ModelShape
 from sglang_kvspec.planning.throughput import cycle_of
 
@@ -251,3 +254,37 @@ def test_a_run_records_every_method(tmp_path, monkeypatch):
     assert [p.method.name for p in found] == list(raw)
     settings = result["settings"]["scorers"]["random_seed_1"]
     assert settings == {"scorer": "RandomTokens", "unit": 64, "allocation": "head", "seed": 1}
+
+
+def test_the_package_knows_the_newest_study():
+    result = RESULTS / "compressors.json"
+    places = read_places(result)
+    draft_lens = {
+        place["draft_len"]
+        for place in json.loads(result.read_text())["settings"]["places"].values()
+    }
+    assert {DRAFT_LEN} == draft_lens
+    assert tuple(places) == PLACES
+    assert list(MEASURED) == measured_of(places)
+    assert MODULE.read_text(encoding="utf-8") == source_of(places, DRAFT_LEN)
+
+
+def test_the_package_knows_default_scorers_and_whole_codecs_of_every_place():
+    def points(*methods):
+        return [Point(method, {what: {"value": 0.51239} for what in WHATS}) for method in methods]
+
+    everywhere = [
+        Method("snapkv", DENSE4_LABEL, 0.1),
+        Method("all", "kivi_2bit", 1.0),
+        # Neither default options, nor the model's own KV, nor other anchors.
+        Method("snapkv_by_tokens", DENSE4_LABEL, 0.1),
+        Method("all", PLAIN, 1.0),
+        Method("snapkv", "uniform4_2bit", 0.1),
+    ]
+    found = measured_of(
+        {"a": points(*everywhere, Method("tova", DENSE4_LABEL, 0.1)), "b": points(*everywhere)}
+    )
+    assert found == [
+        Measured("snapkv", "uniform4", 4, 0.1, (0.51, 0.51), (0.512, 0.512), (0.512, 0.512)),
+        Measured("all", "kivi", 2, 1.0, (0.51, 0.51), (0.512, 0.512), (0.512, 0.512)),
+    ]

@@ -38,3 +38,9 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(text, sentence):
 def test_a_codec_is_not_a_compressor_and_the_refusal_names_its_flag():
     with pytest.raises(ConfigError, match="uniform4 is a codec: write --kvspec-codec uniform4"):
         KVSpecConfig(compressor="uniform4")
+
+
+def test_auto_is_a_value_and_the_refusal_of_another_names_it():
+    assert KVSpecConfig(compressor="auto").compressor == "auto"
+    with pytest.raises(ConfigError, match="must be one of auto, duo, expected"):
+        KVSpecConfig(compressor="automatic")

@@ -1,0 +1,66 @@
+"""Compressor of a server: what `auto` is, and what a GPU does not serve."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, Compressor, parse_compressor
+from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.errors import ConfigError, UnsupportedError
+from sglang_kvspec.planning.compressor_choice import best_first
+from sglang_kvspec.planning.measured_compressors import MEASURED
+from sglang_kvspec.scorers.making import make_scorer
+
+logger = logging.getLogger(__name__)
+
+
+def with_compressor(config: KVSpecConfig, *, on_gpu: bool) -> KVSpecConfig:
+    """Return the configuration with the compressor and the budget that `auto` chooses, and log
+    them. A budget that was asked for stays.
+
+    Raises ConfigError for options that a scorer does not take, and UnsupportedError for a
+    compressor that serves on a CPU only.
+    """
+    if config.compressor is None:
+        return config
+    if config.compressor != AUTO_COMPRESSOR:
+        check_compressor(parse_compressor(config.compressor), on_gpu=on_gpu)
+        return config
+    chosen = next(each for each in best_first(MEASURED) if _serves(each.scorer, on_gpu=on_gpu))
+    asked = config.asked_budget
+    budget = chosen.budget if asked is None else asked
+    logger.info(
+        "KVSpec: compressor: %s with --kvspec-draft-budget %g; in a study with %g it kept at least "
+        "%.2f of the accepted drafts of all 4-bit anchors, for at most %.2f of their bytes",
+        chosen.scorer,
+        budget,
+        chosen.budget,
+        min(chosen.vs_dense4),
+        max(chosen.bytes_vs_dense4),
+    )
+    return replace(config, compressor=chosen.scorer, draft_budget=budget)
+
+
+def check_compressor(compressor: Compressor, *, on_gpu: bool) -> None:
+    """Raise ConfigError for wrong options, and UnsupportedError for what only a CPU does."""
+    needs = make_scorer(compressor).needs
+    for what, only_cpu in (
+        ("chooses single tokens with by=tokens", compressor.by == "tokens"),
+        ("reads prompts twice", needs.repeats),
+        ("scores tokens again after each verification", needs.drafting),
+    ):
+        if on_gpu and only_cpu:
+            raise UnsupportedError(
+                f"--kvspec-compressor {compressor.name} {what} and serves on a CPU only (allowed "
+                "on a GPU: methods that score pages at the prefill, such as snapkv)"
+            )
+
+
+def _serves(name: str, *, on_gpu: bool) -> bool:
+    """Return whether a scorer needs no file, and on a GPU only what a GPU shows it."""
+    try:
+        check_compressor(parse_compressor(name), on_gpu=on_gpu)
+    except (ConfigError, UnsupportedError):
+        return False
+    return True
