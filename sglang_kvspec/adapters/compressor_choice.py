@@ -32,7 +32,7 @@ def with_compressor(config: KVSpecConfig, *, on_gpu: bool) -> KVSpecConfig:
     budget = chosen.budget if asked is None else asked
     logger.info(
         "KVSpec: compressor: %s with --kvspec-draft-budget %g; in a study with %g it kept at least "
-        "%.2f of the accepted drafts of all 4-bit anchors, for at most %.2f of their bytes",
+        "%.3f of the accepted drafts of all 4-bit anchors, for at most %.3f of their bytes",
         chosen.scorer,
         budget,
         chosen.budget,
