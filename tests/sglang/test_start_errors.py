@@ -290,6 +290,8 @@ def test_a_yaml_switch(tmp_path: Path, text: str, is_on: bool) -> None:
             f"{DECODE} --disaggregation-decode-allocation-policy prefill_complete",
             "sends pages during the prefill",
         ),
+        ("0.5.17", "--cuda-graph-backend-prefill full", "captures its own graphs"),
+        ("0.5.17", '--cuda-graph-config {"prefill":{"backend":"full"}}', "captures its own graphs"),
         ("0.5.22", "--attn-dp-size 2", "data-parallel attention"),
         ("0.5.22", "--enable-kv-cache-sharding", "its own KV pool"),
         ("0.5.22", "--enable-watermark", "samples tokens itself"),
@@ -307,7 +309,7 @@ def test_flags_of_later_releases(
         pytest.skip("SGLang lacks this flag")
     line = refusal(capsys, "--kvspec", *flags.split())
     assert flags.removeprefix(DECODE).removeprefix(PREFILL_FLAGS).split()[0] in line
-    assert re.search(r"\(allowed: (leave it unset|0\.0|1\.0|1|early)\)", line)
+    assert re.search(r"\(allowed: (leave it unset|disabled|0\.0|1\.0|1|early)\)", line)
     assert expected in line
 
 
