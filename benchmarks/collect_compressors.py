@@ -35,7 +35,7 @@ from compressors.points import (
     front,
     names_of,
     points_of,
-    title_of,
+    read_places,
 )
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -73,7 +73,7 @@ def main() -> None:
         "front": {place: [p.method.name for p in front(found)] for place, found in points.items()},
     }
     write_json(args.out, "compressors", torch.device("cpu"), settings, figures)
-    titles = {title_of(places[place]): found for place, found in points.items()}
+    titles = read_places(args.out)
     draft_len = next(iter(places.values()))["draft_len"]
     draw(args.out.with_suffix(".png"), titles, draft_len)
     args.module.write_text(source_of(titles, draft_len), encoding="utf-8")

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 # Cache of a batch: one (k, v) pair per layer, each [batch, num_kv_heads, tokens, head_dim] fp32.
 # Heads come before tokens, so that a decode step reads the keys of each head contiguously.
 LayerCache = list[tuple[torch.Tensor, torch.Tensor]]
-# What prefill() returns: the cache, logits of the last position, and queries of the last positions
-# by layer.
+# Result of prefill(): the cache, logits of the last position, and queries of the last positions by
+# layer.
 Prefilled = tuple[LayerCache, torch.Tensor, list[torch.Tensor]]
 # Called in each layer of a forward, before attention, with the layer's number; the normed input of
 # its projections [batch, n, hidden_size]; queries [batch, num_heads, n, head_dim]; K and V of all
@@ -184,12 +184,13 @@ class Llama:
         positions = begins[:, None] + torch.arange(num_new, device=self.device)
         cos, sin = (part[:, None] for part in self._rope(positions))
         group = self.shape.num_heads // self.shape.num_kv_heads
+        # Read once: a GPU would be waited for in every layer.
+        end = int(positions.max()) + 1
         for layer, (k_cache, v_cache) in enumerate(cache):
             q, k, v = self._qkv(layer, self._normed(layer, x), cos, sin)
             k_cache[rows[:, None], :, positions] = k.transpose(1, 2)
             v_cache[rows[:, None], :, positions] = v.transpose(1, 2)
-            read = visible[layer, rows, :, : int(positions.max()) + 1]
-            k, v, places = _only_visible(k_cache, v_cache, rows, read)
+            k, v, places = _only_visible(k_cache, v_cache, rows, visible[layer, rows, :, :end])
             hidden = places[:, :, None] > positions[:, None, :, None]
             # Rows of a KV head: its query heads, of n positions each.
             grouped = q.unflatten(1, (-1, group)).flatten(2, 3)

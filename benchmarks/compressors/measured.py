@@ -1,4 +1,4 @@
-"""What the package knows of the study: sglang_kvspec/planning/measured_compressors.py."""
+"""Figures of the study for the package: sglang_kvspec/planning/measured_compressors.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source_of(places: Mapping[str, list[Point]], draft_len: int) -> str:
     rows = "\n".join(f"    {each!r}," for each in measured_of(places))
     titles = "\n".join(f"    {json.dumps(title)}," for title in places)
     text = (
-        '"""What a study measured, written by benchmarks/collect_compressors.py."""\n'
+        '"""Figures of a study, written by benchmarks/collect_compressors.py."""\n'
         "\nfrom __future__ import annotations\n"
         "\nfrom sglang_kvspec.planning.compressor_choice import Measured\n"
         f"\n# Drafts of a round.\nDRAFT_LEN = {draft_len}\n"

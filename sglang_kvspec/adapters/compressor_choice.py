@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, Compressor, parse_compressor
+from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, parse_compressor
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.planning.compressor_choice import best_first
@@ -25,7 +25,7 @@ def with_compressor(config: KVSpecConfig, *, on_gpu: bool) -> KVSpecConfig:
     if config.compressor is None:
         return config
     if config.compressor != AUTO_COMPRESSOR:
-        check_compressor(parse_compressor(config.compressor), on_gpu=on_gpu)
+        _check_served(config.compressor, on_gpu=on_gpu)
         return config
     chosen = next(each for each in best_first(MEASURED) if _serves(each.scorer, on_gpu=on_gpu))
     asked = config.asked_budget
@@ -42,15 +42,18 @@ def with_compressor(config: KVSpecConfig, *, on_gpu: bool) -> KVSpecConfig:
     return replace(config, compressor=chosen.scorer, draft_budget=budget)
 
 
-def check_compressor(compressor: Compressor, *, on_gpu: bool) -> None:
+def _check_served(text: str, *, on_gpu: bool) -> None:
     """Raise ConfigError for wrong options, and UnsupportedError for what only a CPU does."""
+    compressor = parse_compressor(text)
     needs = make_scorer(compressor).needs
+    if not on_gpu:
+        return
     for what, only_cpu in (
         ("chooses single tokens with by=tokens", compressor.by == "tokens"),
         ("reads prompts twice", needs.repeats),
         ("scores tokens again after each verification", needs.drafting),
     ):
-        if on_gpu and only_cpu:
+        if only_cpu:
             raise UnsupportedError(
                 f"--kvspec-compressor {compressor.name} {what} and serves on a CPU only (allowed "
                 "on a GPU: methods that score pages at the prefill, such as snapkv)"
@@ -60,7 +63,7 @@ def check_compressor(compressor: Compressor, *, on_gpu: bool) -> None:
 def _serves(name: str, *, on_gpu: bool) -> bool:
     """Return whether a scorer needs no file, and on a GPU only what a GPU shows it."""
     try:
-        check_compressor(parse_compressor(name), on_gpu=on_gpu)
+        _check_served(name, on_gpu=on_gpu)
     except (ConfigError, UnsupportedError):
         return False
     return True

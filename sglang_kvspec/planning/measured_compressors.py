@@ -1,4 +1,4 @@
-"""What a study measured, written by benchmarks/collect_compressors.py."""
+"""Figures of a study, written by benchmarks/collect_compressors.py."""
 
 from __future__ import annotations
 

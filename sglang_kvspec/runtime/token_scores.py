@@ -17,7 +17,8 @@ class TokenScores:
 
     scores: torch.Tensor
     memory: list[dict[str, torch.Tensor]]
-    # What was made of these scores, by budget. Every draft step asks for it.
+    # Units and tokens that are read, their counts and lists, by budget. Every draft step asks for
+    # some of them.
     _units: dict[float, torch.Tensor] = field(default_factory=dict)
     _kept: dict[float, torch.Tensor] = field(default_factory=dict)
     _num_unread: dict[float, float] = field(default_factory=dict)
