@@ -3,7 +3,8 @@
 Writes benchmarks/results/compat.json. An environment takes 9 GB and is removed after its release,
 unless --keep. Servers run on the CPU.
 
-usage: python benchmarks/check_compat.py [RELEASE ...] [--all] [--jobs N] [--keep] [--out PATH]
+usage: python benchmarks/check_compat.py [RELEASE ...] [--all] [--jobs N] [--keep] [--resume]
+                                         [--out PATH]
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
-from acceptance.report import Figure, write_json
+from acceptance.report import Figure, current_commit, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -67,9 +68,12 @@ class Outcome:
 
 def main() -> int:
     args = parse_arguments()
-    tests, outcomes = EVERYTHING if args.all else SAMPLE, []
+    tests = EVERYTHING if args.all else SAMPLE
+    outcomes = read_outcomes(args.out, tests) if args.resume else []
+    done = {outcome.release for outcome in outcomes}
+    releases = [each for each in args.releases if each not in done]
     with ThreadPoolExecutor(args.jobs) as pool:
-        runs = [pool.submit(run_release, each, tests, keep=args.keep) for each in args.releases]
+        runs = [pool.submit(run_release, each, tests, keep=args.keep) for each in releases]
         for run in as_completed(runs):
             outcomes.append(run.result())
             outcomes.sort(key=lambda outcome: parse_version(outcome.release))
@@ -85,6 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--all", action="store_true", help="all tests on a server, instead of a sample of files")
     add("--jobs", type=int, default=1, help="releases at the same time (default: %(default)s)")
     add("--keep", action="store_true", help="leave the environments in .kvspec/compat")
+    add("--resume", action="store_true", help="leave out releases that --out has at this commit")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compat.json")
     return parser.parse_args()
 
@@ -138,6 +143,19 @@ def read_identity(path: Path) -> tuple[int, int]:
         return 0, 0
     figures = {each["name"]: each["value"] for each in json.loads(path.read_text())["figures"]}
     return figures["identity.answers"], figures["identity.mismatches"]
+
+
+def read_outcomes(path: Path, tests: Sequence[str]) -> list[Outcome]:
+    """Return the outcomes of a result; none if it is missing, of other tests or another commit."""
+    if not path.exists():
+        return []
+    result, commit = json.loads(path.read_text()), current_commit(path)
+    is_other = result["commit"] != commit or result["settings"]["tests"] != list(tests)
+    # Two trees with changes may differ from each other, too.
+    if is_other or commit.endswith("-dirty"):
+        return []
+    raw = result["settings"]["raw"]
+    return [Outcome(**{**each, "failed": tuple(each["failed"])}) for each in raw]
 
 
 def versions_of(python: Path) -> dict[str, str]:

@@ -50,3 +50,23 @@ def test_a_release_counts_if_nothing_failed(tmp_path):
     assert figures["compat.failed"] == 1
     assert figures["compat.mismatches"] == 1
     assert [each["release"] for each in record["settings"]["raw"]] == ["0.5.17"] * 4
+
+
+def test_a_run_is_resumed_only_at_its_commit_and_with_its_tests(tmp_path, monkeypatch):
+    path = tmp_path / "compat.json"
+    tests = check_compat.SAMPLE
+    assert check_compat.read_outcomes(path, tests) == []
+    outcomes = [GOOD, replace(GOOD, release="0.5.18", failed=("tests.a.fails",))]
+    check_compat.write_results(path, outcomes, everything=False)
+    commit = json.loads(path.read_text())["commit"].removesuffix("-dirty")
+
+    def read(commit, tests):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "commit": commit}))
+        return check_compat.read_outcomes(path, tests)
+
+    monkeypatch.setattr(check_compat, "current_commit", lambda path: commit)
+    assert read(commit, tests) == outcomes
+    assert read(commit, check_compat.EVERYTHING) == []
+    assert read("another", tests) == []
+    monkeypatch.setattr(check_compat, "current_commit", lambda path: f"{commit}-dirty")
+    assert read(f"{commit}-dirty", tests) == []
