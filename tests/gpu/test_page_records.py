@@ -142,7 +142,6 @@ def _keep_and_restore(target: str, store: bool) -> bool:
     records, others = (
         PageRecords(*(part.pin_memory() for part in rig.new_records(3))) for _ in range(2)
     )
-    back = PageRecords(torch.zeros_like(records.anchors).pin_memory(), records.residuals)
     rig.encode(pages, records)
     end_of_spin = torch.cuda.Event()
     end_of_spin.record()
@@ -151,13 +150,21 @@ def _keep_and_restore(target: str, store: bool) -> bool:
     # Other pages land where the first pages were. The kept anchors then land in new pages, and
     # their slots are taken by the other pages.
     copy_in(rig.kv, pages, others)
-    copy_in(rig.kv, [20, 21, 22], back, dict(enumerate(slots)))
+    _land(rig.kv, [20, 21, 22], records.residuals, slots)
     rig.kv.records.keep_anchors(pages, slots)
     held_up = not end_of_spin.query()
     assert same(rig.found([20, 21, 22]), records) == [True, True]
     assert same(rig.found(pages), others) == [True, True]
     rig.kv.free_pages([20])
     half = PageRecords(*(part[1:2] for part in others))
-    copy_in(rig.kv, [20], half, {0: 0})
+    _land(rig.kv, [20], half.residuals, slots[1:2])
     assert same(rig.found([20]), half) == [True, True]
     return held_up
+
+
+def _land(kv: GpuKVCache, pages: list[int], residuals: torch.Tensor, slots: list[int]) -> None:
+    """Fill free pages with kept anchors and the given residuals."""
+    kv.begin_landing(pages)
+    kv.records.restore_anchors(slots, pages)
+    kv.records.write_residuals(pages, residuals)
+    kv.finish_encode(pages)
