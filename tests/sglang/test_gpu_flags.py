@@ -285,6 +285,8 @@ def test_arithmetic_of_a_gpu_server(
     monkeypatch.setattr(activation, "cpu_platform_is_active", lambda: False)
     show_gpus(monkeypatch, (9, 0))
     monkeypatch.setattr(activation, "switch_on", lambda config: None)
+    # Releases that no GPU has run refuse one.
+    monkeypatch.setenv(UNTESTED_NAME, "1")
     arguments = {"model_path": str(DEMO_MODEL), "dtype": "bfloat16", "kvspec": True}
     if arithmetic is not None:
         arguments["kvspec_arithmetic"] = arithmetic
