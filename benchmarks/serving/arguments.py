@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from serving.curve import Traces
 from serving.identity import NAME
 from serving.points import MAX_CONCURRENCY, parse_points
 from serving.systems import SYSTEMS
@@ -77,8 +78,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--replay", action="store_true", help="replay acceptance on a model with weights, too")
     add("--codec", choices=("log4", "uniform4"), default="uniform4")
     add("--curve", type=Path, default=RESULTS / "acceptance.json", help="acceptance to replay")
-    add("--traces", type=Path, help="result of bench_views.py with the traces to replay, at the "
-        "context length of the points (default: replay --curve)")  # fmt: skip
+    add("--traces", type=Traces.of, metavar="RESULT[:SCORER]", help="traces to replay, at the "
+        "context length of the points: of views, from bench_views.py, or of a scorer over 4-bit "
+        "anchors, from bench_compressors.py (default: replay --curve)")  # fmt: skip
     add("--server-args", default="", metavar="'ARGS'",
         help="further flags of every server; they override the benchmark's flags")  # fmt: skip
     add("--kvspec-args", default="", metavar="'ARGS'",

@@ -14,8 +14,12 @@ import json
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
+
+from compressors.names import DENSE4_LABEL, Method
 
 from sglang_kvspec.core.config import MAX_DRAFT_LEN
+from sglang_kvspec.planning.compressor_choice import ALL_TOKENS
 from sglang_kvspec.planning.costs import AcceptanceCurve
 from sglang_kvspec.planning.forecast import read_acceptance
 
@@ -32,26 +36,51 @@ def survival(curve: AcceptanceCurve, max_draft_len: int = MAX_DRAFT_LEN) -> list
     return list(accumulate(steps, min))
 
 
-def write_acceptance(traces: Path | None, curve: Path, codec: str, path: Path) -> str:
+class Traces(NamedTuple):
+    """Where traces are. scorer: None for the views `all` and `pages` of a result of bench_views.py,
+    else of a result of bench_compressors.py."""
+
+    path: Path
+    scorer: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Traces:
+        """Return what RESULT[:SCORER] names."""
+        path, _, scorer = text.partition(":")
+        return cls(Path(path), scorer or None)
+
+    def budget_of(self, name: str) -> float | None:
+        """Return the draft budget of a method of the result; None for one that is not replayed."""
+        if self.scorer is None:
+            view, *asked = name.split(":")
+            return {"all": 1.0, "pages": float(asked[0]) if asked else None}.get(view)
+        method = Method.of(name)
+        is_wanted = method.scorer in (self.scorer, ALL_TOKENS) and method.anchors == DENSE4_LABEL
+        return method.budget if is_wanted else None
+
+
+def write_acceptance(traces: Traces | None, curve: Path, codec: str, path: Path) -> str:
     """Write what the replay plug-in reads to `path`: traces, if given, else a curve. Return a
     description of its source."""
     return write_curve(curve, codec, path) if traces is None else write_traces(traces, path)
 
 
-def write_traces(views: Path, path: Path) -> str:
-    """Write the traces of the views `all` and `pages` of a result of bench_views.py: by budget, one
-    for each request."""
-    results = json.loads(views.read_text(encoding="utf-8"))
+def write_traces(traces: Traces, path: Path) -> str:
+    """Write traces by draft budget, one for each request. Return a description of their source.
+    Raises ValueError if the result has none."""
+    results = json.loads(traces.path.read_text(encoding="utf-8"))
     settings, by_budget = results["settings"], {}
     for name, rounds in results["settings"]["raw"].items():
-        view, *asked = name.split(":")
-        if view not in ("all", "pages"):
-            continue
-        budget = 1.0 if view == "all" else float(asked[0])
-        by_budget[budget] = [matches(each["accepted"], settings["draft_len"]) for each in rounds]
+        budget = traces.budget_of(name)
+        if budget is not None:
+            accepted = [each["accepted"] for each in rounds]
+            by_budget[budget] = [matches(each, settings["draft_len"]) for each in accepted]
+    # All tokens are every scorer's, at the budget 1.
+    if not by_budget or (traces.scorer and set(by_budget) == {1.0}):
+        raise ValueError(f"{traces.path} has no traces of {traces.scorer or 'views'}")
     source = (
-        f"traces of {views.name} ({settings['model']}, {settings['prompts']} prompts of "
-        f"{settings['prompt_len']} tokens)"
+        f"traces of {':'.join(filter(None, (traces.path.name, traces.scorer)))} "
+        f"({settings['model']}, {settings['prompts']} prompts of {settings['prompt_len']} tokens)"
     )
     path.write_text(json.dumps({"source": source, "traces": by_budget}), encoding="utf-8")
     return source

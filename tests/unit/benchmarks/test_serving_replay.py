@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from serving.curve import matches, survival, write_curve, write_traces
+from serving.curve import Traces, matches, survival, write_curve, write_traces
 
 from sglang_kvspec.planning.costs import AcceptanceCurve
 from sglang_kvspec.runtime import spec_sampler
@@ -109,7 +109,7 @@ def test_traces_are_replayed_by_budget_and_request(replay, tmp_path):
     raw = {name: [{"accepted": each} for each in rounds] for name, rounds in raw.items()}
     settings = {"model": "m", "prompts": 2, "prompt_len": 9, "draft_len": 16, "raw": raw}
     views.write_text(json.dumps({"settings": settings}))
-    source = write_traces(views, tmp_path / "traces.json")
+    source = write_traces(Traces(views), tmp_path / "traces.json")
     found = json.loads((tmp_path / "traces.json").read_text())
     assert "2 prompts of 9 tokens" in source == found["source"]
     accept = replay.TraceReplay({float(k): v for k, v in found["traces"].items()}).accept
@@ -130,6 +130,27 @@ def test_traces_are_replayed_by_budget_and_request(replay, tmp_path):
     with pytest.raises(ValueError, match=r"budget 0.2 \(recorded: 0.1, 1.0\)"):
         kept(b)
     assert accept(b, targets, 0) == []
+
+
+def test_traces_of_a_scorer_are_those_over_four_bits(tmp_path):
+    raw = {
+        "all.uniform4_4bit": [[16]],
+        "all.plain": [[9]],
+        "streaming.uniform4_4bit.5pct": [[1]],
+        "streaming.uniform4_4bit.20pct": [[2]],
+        "streaming.uniform4_2bit.20pct": [[9]],
+        "snapkv.uniform4_4bit.20pct": [[9]],
+    }
+    raw = {name: [{"accepted": each} for each in rounds] for name, rounds in raw.items()}
+    settings = {"model": "m", "prompts": 1, "prompt_len": 9, "draft_len": 16, "raw": raw}
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps({"settings": settings}))
+    source = write_traces(Traces.of(f"{path}:streaming"), tmp_path / "traces.json")
+    assert source.startswith("traces of study.json:streaming (m, ")
+    found = json.loads((tmp_path / "traces.json").read_text())["traces"]
+    assert found == {"1.0": ["1" * 17], "0.05": ["10"], "0.2": ["110"]}
+    with pytest.raises(ValueError, match=r"study\.json has no traces of snapkv2"):
+        write_traces(Traces.of(f"{path}:snapkv2"), tmp_path / "none.json")
 
 
 def test_a_trace_tells_right_drafts_from_wrong_ones():
