@@ -1,6 +1,8 @@
 """Time KVSpec's attention and encode kernels, and compare attention with FlashInfer on one GPU.
 
-usage: python benchmarks/bench_attention.py [--only PART,...] [--out PATH]
+usage: python benchmarks/bench_attention.py [--only PART,...] [--kernels NAME] [--out PATH]
+
+--kernels says which kernels of drafts and verifications are measured, as --kvspec-kernels does.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import torch
 from acceptance.report import Figure, write_json
@@ -16,10 +19,14 @@ from attention.shapes import ARITHMETIC_SHAPES, GRID, KV_HEADS, MAIN
 from attention.timing import Timing, copy_bandwidth, measure, time_figure
 from rich.console import Console
 
+from kvspec_kernels.ops.attention_plan import Backend
+
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 32
 VERIFY_TOKENS = (1, 4, 16, 64)
 PARTS = ("draft", "arithmetic", "grid", "verify", "encode")
+# Parts that choose between kernels.
+PARTS_BY_KERNELS = ("draft", "verify")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 console = Console(width=110)
@@ -30,23 +37,24 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     figures = [Figure("copy.tbps", bandwidth / 1e12, "TB/s read plus written")]
     if "draft" in args.only:
-        figures += draft_figures(bandwidth)
+        figures += draft_figures(bandwidth, args.kernels)
     if "arithmetic" in args.only:
         figures += arithmetic_figures()
     if "grid" in args.only:
         figures += grid_figures()
     if "verify" in args.only:
-        figures += verify_figures(bandwidth)
+        figures += verify_figures(bandwidth, args.kernels)
     if "encode" in args.only:
         figures += encode_figures(bandwidth)
     settings = {
+        "kernels": args.kernels,
         "geometry": "32 query heads, 8 KV heads, head size 128, page 64, BF16 queries",
         "baseline": "FlashInfer paged decode with tensor cores; for verify its paged prefill, the "
         "faster of back ends fa2 and fa3",
         "timing": "median of CUDA graph replays over inputs that rotate past the L2 cache",
         "spread": "half the distance between the outer deciles",
     }
-    write_json(args.out, "attention", torch.device("cuda"), settings, figures)
+    write_json(args.out, "attention", torch.device("cuda"), settings, figures, commit=args.commit)
     console.print(f"written: {args.out}")
 
 
@@ -57,6 +65,8 @@ def parse_arguments() -> argparse.Namespace:
         default=",".join(PARTS),
         help=f"parts to measure, separated by commas (default: all of {','.join(PARTS)})",
     )
+    parser.add_argument("--kernels", choices=get_args(Backend), default="auto")
+    parser.add_argument("--commit", help="commit to record (default: what git reports)")
     default = ROOT / "benchmarks" / "results" / "attention_h200.json"
     parser.add_argument("--out", type=Path, default=default)
     args = parser.parse_args()
@@ -66,10 +76,13 @@ def parse_arguments() -> argparse.Namespace:
             f"--only has the unknown parts {', '.join(sorted(unknown))}: choose from "
             f"{', '.join(PARTS)}"
         )
+    others = set(args.only) - set(PARTS_BY_KERNELS)
+    if args.kernels != "auto" and others:
+        parser.error(f"--kernels does not apply to {', '.join(sorted(others))}: name --only parts")
     return args
 
 
-def draft_figures(bandwidth: float) -> list[Figure]:
+def draft_figures(bandwidth: float, kernels: Backend) -> list[Figure]:
     """Time draft attention at 16 x 32768. Return its time, its share of the copy bandwidth, and the
     ratio of FlashInfer's time to it."""
     base = measure(flashinfer_runs.decode_calls(MAIN, BF16))
@@ -81,7 +94,7 @@ def draft_figures(bandwidth: float) -> list[Figure]:
     ]
     best: tuple[float, Figure, Figure] | None = None
     for codec, settings in kvspec_runs.CODECS.items():
-        ours = measure(kvspec_runs.draft_calls(settings, MAIN))
+        ours = measure(kvspec_runs.draft_calls(settings, MAIN, backend=kernels))
         nbytes = MAIN.num_pages * KV_HEADS * kvspec_runs.record_bytes(settings)
         share = _share(f"{name}.{codec}", nbytes, ours, bandwidth)
         ratio = _ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours)
@@ -98,16 +111,16 @@ def draft_figures(bandwidth: float) -> list[Figure]:
         figures.append(
             Figure(f"{name}.{suffix}", figure.value, figure.unit, figure.spread, figure.baseline)
         )
-    return figures + _two_bit_figures(base)
+    return figures + _two_bit_figures(base, kernels)
 
 
-def _two_bit_figures(base: Timing) -> list[Figure]:
+def _two_bit_figures(base: Timing, kernels: Backend) -> list[Figure]:
     """Time draft attention at the same shape from 2-bit anchors. A further figure, without a codec
     in its name, repeats the better ratio."""
     name = f"attn.draft2bit.{MAIN}"
     figures, ratios = [], []
     for codec, settings in kvspec_runs.TWO_BIT_CODECS.items():
-        ours = measure(kvspec_runs.draft_calls(settings, MAIN))
+        ours = measure(kvspec_runs.draft_calls(settings, MAIN, backend=kernels))
         ratios.append(_ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours))
         figures += [time_figure(f"{name}.{codec}", ours), ratios[-1]]
         _show(f"2-bit draft {MAIN} {codec}", ours, base)
@@ -151,7 +164,7 @@ def grid_figures() -> list[Figure]:
     return [*figures, Figure(name, worst.value, worst.unit, worst.spread, worst.baseline)]
 
 
-def verify_figures(bandwidth: float) -> list[Figure]:
+def verify_figures(bandwidth: float, kernels: Backend) -> list[Figure]:
     """Compare verify attention, several query tokens over 8-bit pages, with FlashInfer's BF16 paged
     prefill and with the copy bandwidth."""
     figures = []
@@ -165,7 +178,7 @@ def verify_figures(bandwidth: float) -> list[Figure]:
         base = min(bases.values(), key=lambda timing: timing.median_s)
         best: Figure | None = None
         for codec, settings in kvspec_runs.CODECS.items():
-            ours = measure(kvspec_runs.verify_calls(settings, MAIN, num_new))
+            ours = measure(kvspec_runs.verify_calls(settings, MAIN, num_new, kernels))
             name = f"attn.verify{num_new}.{MAIN}"
             ratio = _ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours)
             nbytes = MAIN.num_pages * KV_HEADS * kvspec_runs.refined_bytes(settings)

@@ -54,7 +54,7 @@ def records(settings: CodecSpec, num_pages: int) -> tuple[torch.Tensor, torch.Te
 
 
 def draft_calls(
-    settings: CodecSpec, shape: Shape, arithmetic: Arithmetic = "auto"
+    settings: CodecSpec, shape: Shape, arithmetic: Arithmetic = "auto", backend: Backend = "auto"
 ) -> list[Callable[[], object]]:
     """Return calls of draft attention: one query token per request over anchors."""
     copies = shape.rotations(shape.num_pages * KV_HEADS * record_bytes(settings))
@@ -62,10 +62,10 @@ def draft_calls(
     anchors, _ = records(settings, shape.num_pages * copies)
     q = torch.randn(shape.batch, QO_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    workspace = workspace_of(settings, shape, 1, arithmetic=arithmetic)
+    workspace = workspace_of(settings, shape, 1, arithmetic=arithmetic, backend=backend)
 
     def call_on(indices: torch.Tensor) -> Callable[[], object]:
-        wrapper = DraftAttention(workspace)
+        wrapper = DraftAttention(workspace, backend)
         heads = (QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
         wrapper.plan(
             indptr,
@@ -81,7 +81,9 @@ def draft_calls(
     return [call_on(indices) for indices in lists]
 
 
-def verify_calls(settings: CodecSpec, shape: Shape, num_new: int) -> list[Callable[[], object]]:
+def verify_calls(
+    settings: CodecSpec, shape: Shape, num_new: int, backend: Backend = "auto"
+) -> list[Callable[[], object]]:
     """Return calls of verify attention: `num_new` query tokens per request over 8-bit pages and a
     last page in BF16, which holds the query tokens."""
     past = Shape(shape.batch, shape.context - PAGE_SIZE)
@@ -97,10 +99,10 @@ def verify_calls(settings: CodecSpec, shape: Shape, num_new: int) -> list[Callab
     tail = Tail(window[0], window[1], steps, steps[:-1].contiguous(), lens)
     q = torch.randn(shape.batch * num_new, QO_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    workspace = workspace_of(settings, shape, num_new, "int8")
+    workspace = workspace_of(settings, shape, num_new, "int8", backend=backend)
 
     def call_on(indices: torch.Tensor) -> Callable[[], object]:
-        wrapper = VerifyAttention(workspace)
+        wrapper = VerifyAttention(workspace, backend)
         heads = (QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
         wrapper.plan(
             steps * num_new,

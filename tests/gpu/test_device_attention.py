@@ -8,6 +8,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from kvspec_kernels.ops.attention_plan import Backend
 from kvspec_kernels.reference.page_selection import page_mass, updated_mass
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
@@ -46,9 +47,16 @@ SCALE = HEAD_DIM**-0.5
 TOLERANCE = 0.02
 
 
+@pytest.fixture(autouse=True, params=["auto", "triton"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "kernels", request.param)
+
+
 class Pair:
     """Both implementations with the same requests. Page ids are shuffled, so that a page id and its
-    place in a request differ."""
+    place in a request differ. kernels: of the GPU's cache, chosen by the fixture of that name."""
+
+    kernels: Backend = "auto"
 
     def __init__(self, codec_name: str, target: str, *, in_order: bool = False) -> None:
         geometry = KVGeometry(LAYERS, KV_HEADS, HEAD_DIM, PAGE, torch.bfloat16)
@@ -66,7 +74,7 @@ class Pair:
         self.reference = ReferenceAttention(
             ReferenceKVCache(geometry, codec, plan, torch.device("cpu"))
         )
-        kv = GpuKVCache(geometry, codec, plan, torch.device("cuda:0"))
+        kv = GpuKVCache(geometry, codec, plan, torch.device("cuda:0"), kernels=self.kernels)
         make = TARGET_ATTENTIONS.load("deterministic" if in_order else target)
         self.device = DeviceAttention(kv, HEADS, make(kv, HEADS))
         self.keepers = (

@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--gpu-longest", type=int, default=3000, help="tokens of the longest prompt")
     add("--gpu-tokens", type=int, default=64, help="tokens of each answer")
     add("--gpu-logs", type=Path, default=ROOT / ".kvspec" / "gpu_server", help="folder for logs")
+    add("--gpu-kernels", default="auto", help="--kvspec-kernels of every server")
     add("--gpu-report", type=Path, help="where to write the figures of these tests")
     add("--gpu-commit", help="commit to record (default: what git reports)")
 
@@ -72,7 +73,8 @@ def _has_two(config: pytest.Config) -> bool:
 @pytest.fixture(scope="session")
 def platform(request: pytest.FixtureRequest) -> Platform:
     option = request.config.getoption
-    return Platform(option("--gpu-model"), on_gpu=not option("--cpu"))
+    on_gpu = not option("--cpu")
+    return Platform(option("--gpu-model"), on_gpu=on_gpu, kernels=option("--gpu-kernels"))
 
 
 @pytest.fixture(scope="session")

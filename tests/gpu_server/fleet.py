@@ -74,17 +74,24 @@ LINK_GBPS = {True: 0.03, False: 0.006}
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """Where all servers run, and their model."""
+    """Where all servers run, their model, and their --kvspec-kernels."""
 
     model: Path
     on_gpu: bool
+    kernels: str = "auto"
 
     @property
     def arguments(self) -> tuple[str, ...]:
         # SGLang's stripped wheel for machines without a package index has only llguidance.
         grammar = "xgrammar" if importlib.util.find_spec("xgrammar") else "llguidance"
         own = ON_GPU if self.on_gpu else ON_CPU
-        return (f"--model-path={self.model}", *own, *COMMON, f"--grammar-backend={grammar}")
+        return (
+            f"--model-path={self.model}",
+            *own,
+            *COMMON,
+            f"--grammar-backend={grammar}",
+            f"--kvspec-kernels={self.kernels}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class GpuReport:
             figures.append(Figure(f"lossless.{target}.mismatches", differ, "answers", None, 0))
         settings = {
             "model": option("--gpu-model").name,
+            "kernels": option("--gpu-kernels"),
             "prompts": option("--gpu-prompts"),
             "longest_prompt": option("--gpu-longest"),
             "new_tokens": option("--gpu-tokens"),
