@@ -1,7 +1,7 @@
 """Test sglang-kvspec on every SGLang that it supports, each in an environment of its own.
 
-Writes benchmarks/results/compat.json. An environment takes 9 GB and is removed after its release,
-unless --keep. Servers run on the CPU.
+Writes benchmarks/results/compat_releases.json. An environment takes 9 GB and is removed after its
+release, unless --keep. Servers run on the CPU.
 
 usage: python benchmarks/check_compat.py [RELEASE ...] [--all] [--jobs N] [--keep] [--resume]
                                          [--out PATH]
@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--jobs", type=int, default=1, help="releases at the same time (default: %(default)s)")
     add("--keep", action="store_true", help="leave the environments in .kvspec/compat")
     add("--resume", action="store_true", help="leave out releases that --out has at this commit")
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compat.json")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compat_releases.json")
     return parser.parse_args()
 
 

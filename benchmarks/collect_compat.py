@@ -1,0 +1,92 @@
+"""Collect what was measured on releases of SGLang, on models, and with Triton, into compat.json.
+
+    python benchmarks/collect_compat.py --releases compat_releases.json \\
+        --others releases.json architectures.json --attention attention_triton.json \\
+        --answers gpu_tests_triton.json --serving triton_serving.json
+
+Each part was written by its own script: check_compat.py; check_releases.py and
+check_architectures.py; and, with --kernels or --kvspec-kernels triton, bench_attention.py,
+tests/gpu_server with --gpu-report, and bench_serving.py. Paths are relative to benchmarks/results.
+`settings.parts` says where, when and at which commit each part was measured.
+
+Figures: those of --releases, and those of --others named `compat.`. triton.draft.vs_flashinfer and
+triton.verifyN.vs_flashinfer (N new tokens a request): 16 requests of 32K tokens of the better
+codec, times as fast as FlashInfer on plain KV. triton.identity.answers and .mismatches: answers
+compared with drafting off. triton.tests.passed and .failed. triton.serve.POINT.SYSTEM: decode rate
+over that of plain SGLang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from acceptance.parts import Parts
+from acceptance.report import Figure, figure_of, write_json
+from attention.shapes import MAIN
+
+RESULTS = Path(__file__).resolve().parent / "results"
+ATTENTION = re.compile(rf"attn\.(draft|verify\d+)\.{MAIN}\.vs_flashinfer_bf16")
+SERVING = re.compile(r"serve\.(.+)\.vs_bf16")
+ANSWERS = re.compile(r"lossless\..+\.(answers|mismatches)")
+TESTS = re.compile(r"gpu_tests\.(passed|failed)")
+
+Row = Mapping[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--releases", required=True, metavar="FILE")
+    for name in ("others", "attention", "answers", "serving"):
+        parser.add_argument(f"--{name}", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--out", type=Path, default=RESULTS / "compat.json")
+    args = parser.parse_args()
+    parts = Parts(RESULTS, ())
+
+    def rows(names: Iterable[str]) -> list[Row]:
+        return [row for name in names for row in parts.read(name)["figures"]]
+
+    figures = [figure_of(row, row["name"]) for row in rows([args.releases])]
+    figures += [
+        figure_of(row, row["name"])
+        for row in rows(args.others)
+        if row["name"].startswith("compat.")
+    ]
+    figures += attention_figures(rows(args.attention))
+    figures += sums(rows(args.answers), ANSWERS, "triton.identity", "answers")
+    figures += sums(rows(args.answers), TESTS, "triton.tests", "tests")
+    figures += serving_figures(rows(args.serving))
+    write_json(args.out, "compat", torch.device("cpu"), {"parts": parts.sources}, figures)
+
+
+def attention_figures(rows: Iterable[Row]) -> list[Figure]:
+    """Return how much faster than FlashInfer attention over records is."""
+    found = ((row, ATTENTION.fullmatch(row["name"])) for row in rows)
+    return [figure_of(row, f"triton.{m[1]}.vs_flashinfer") for row, m in found if m]
+
+
+def serving_figures(rows: Iterable[Row]) -> list[Figure]:
+    """Return the rates of servers, over those of plain SGLang."""
+    found = ((row, SERVING.fullmatch(row["name"])) for row in rows)
+    return [figure_of(row, f"triton.serve.{m[1]}") for row, m in found if m]
+
+
+def sums(rows: Iterable[Row], pattern: re.Pattern[str], head: str, unit: str) -> list[Figure]:
+    """Return the sums of counts, by what the pattern's group names. Counts of errors should be
+    0."""
+    totals: dict[str, int] = {}
+    for row in rows:
+        if match := pattern.fullmatch(row["name"]):
+            totals[match[1]] = totals.get(match[1], 0) + row["value"]
+    return [
+        Figure(f"{head}.{kind}", total, unit, None, 0 if kind in ("mismatches", "failed") else None)
+        for kind, total in totals.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()
