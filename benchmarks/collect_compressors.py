@@ -5,22 +5,26 @@ the package knows of them, sglang_kvspec/planning/measured_compressors.py.
         eval31m_32k=compressors_eval31m_32k.json smollm2_8k=compressors_smollm2_8k.json
 
 Paths are relative to benchmarks/results. --others: results of other scripts, whose figures named
-`compressors.` are taken over. `settings.parts` says where, when and at which commit each part was
-measured; --commit-of gives the commit of a part from a machine without git.
+`compressors.` are taken over. --serving: results of bench_serving.py on one GPU, by the name of
+what drafts read; the first has plain SGLang. `settings.parts` says where, when and at which commit
+each part was measured; --commit-of gives the commit of a part from a machine without git.
 
 Figures: compressors.PLACE.METHOD.WHAT of each run. compressors.methods: number of scorers and
 codecs. compressors.PLACE.best.bytes_vs_dense4: fewest bytes of a method that keeps 0.9 of the
 acceptance over all 4-bit anchors; compressors.best.bytes_vs_dense4: of one method for all places,
 the most of its bytes. `settings.best` names these methods. compressors.uniform2.accepted,
 compressors.rotated2.accepted: all 2-bit anchors of uniform4, and of the better codec that rotates,
-at the first place.
+at the first place. compressors.serving.POINT.NAME.tokens_per_s, .accepted, .drafted: of a server
+with the target exact. .vs_plain: over plain SGLang of the first of --serving.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from acceptance.parts import Parts
@@ -40,6 +44,10 @@ from compressors.points import (
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PREFIX = "compressors."
+RATE = "decode.tokens_per_s"
+WHAT_IS_SERVED = {RATE: "tokens_per_s", "accepted": "accepted", "drafted": "drafted"}
+SERVED = re.compile(rf"serve\.(.+)\.exact\.({'|'.join(map(re.escape, WHAT_IS_SERVED))})")
+PLAIN_RATE = re.compile(rf"serve\.(.+)\.bf16\.{re.escape(RATE)}")
 ANCHORS_OF_2_BITS = {
     "uniform2": ("uniform4_2bit",),
     "rotated2": ("rotatekv_2bit", "turboquant_2bit"),
@@ -50,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--runs", nargs="+", required=True, metavar="PLACE=FILE")
     parser.add_argument("--others", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--serving", nargs="*", default=[], metavar="NAME=FILE")
     parser.add_argument("--commit-of", nargs="*", default=[], metavar="FILE=COMMIT")
     parser.add_argument("--out", type=Path, default=RESULTS / "compressors.json")
     parser.add_argument("--module", type=Path, default=MODULE, help="what the package knows of it")
@@ -64,6 +73,10 @@ def main() -> None:
     for name in args.others:
         rows = parts.read(name)["figures"]
         figures += [figure_of(row, row["name"]) for row in rows if row["name"].startswith(PREFIX)]
+    servers = dict(text.split("=") for text in args.serving)
+    figures += serving_figures(
+        {name: parts.read(file)["figures"] for name, file in servers.items()}
+    )
     kept = ("model", "prompt_len", "prompts", "new_tokens", "draft_len", "text", "by", "scorers")
     places = {place: {key: run["settings"][key] for key in kept} for place, run in runs.items()}
     settings = {
@@ -111,6 +124,27 @@ def place_figures(place: str, points: list[Point]) -> list[Figure]:
         for point in points
         for what, row in point.rows.items()
     ]
+
+
+def serving_figures(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Figure]:
+    """Return the rates and accepted drafts of servers. results: figures of bench_serving.py by
+    name; those of plain SGLang are in the first that has them."""
+    plain: dict[str, Mapping[str, Any]] = {}
+    figures = []
+    for name, rows in results.items():
+        for row in rows:
+            if match := PLAIN_RATE.fullmatch(row["name"]):
+                plain.setdefault(match[1], row)
+            elif match := SERVED.fullmatch(row["name"]):
+                point, what = match.groups()
+                head = f"{PREFIX}serving.{point}.{name}"
+                figures.append(figure_of(row, f"{head}.{WHAT_IS_SERVED[what]}"))
+                if point in plain and what == RATE:
+                    base = plain[point]["value"]
+                    ratio = row["value"] / base
+                    spread = row["spread"] / base
+                    figures.append(Figure(f"{head}.vs_plain", ratio, "x", spread, base))
+    return figures
 
 
 if __name__ == "__main__":

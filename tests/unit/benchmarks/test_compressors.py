@@ -12,7 +12,7 @@ import torch
 from acceptance.model import LlamaShape
 from acceptance.report import Figure
 from acceptance.rounds import Rounds
-from collect_compressors import RESULTS, place_figures, summary
+from collect_compressors import RESULTS, place_figures, serving_figures, summary
 from compressors.costs import (
     CONTEXT_LEN,
     MODEL,
@@ -288,3 +288,23 @@ def test_the_package_knows_default_scorers_and_whole_codecs_of_every_place():
         Measured("snapkv", "uniform4", 4, 0.1, (0.51, 0.51), (0.512, 0.512), (0.512, 0.512)),
         Measured("all", "kivi", 2, 1.0, (0.51, 0.51), (0.512, 0.512), (0.512, 0.512)),
     ]
+
+
+def test_rates_are_those_over_plain_sglang_of_the_first_result():
+    def row(name, value):
+        return {"name": name, "value": value, "unit": "x", "spread": value / 10, "baseline": None}
+
+    at = "serve.8b.32k.bs16"
+    pages = [row(f"{at}.bf16.decode.tokens_per_s", 800), row(f"{at}.bf16.start_seconds", 60)]
+    scorer = [
+        row(f"{at}.exact.decode.tokens_per_s", 1600),
+        row(f"{at}.exact.accepted", 9),
+        row(f"{at}.exact.decode_pass.output_tokens_per_s", 1),
+    ]
+    found = serving_figures({"pages": pages, "streaming": scorer})
+    head = "compressors.serving.8b.32k.bs16.streaming"
+    assert {each.name: (each.value, each.spread, each.baseline) for each in found} == {
+        f"{head}.tokens_per_s": (1600, 160, None),
+        f"{head}.vs_plain": (2, 0.2, 800),
+        f"{head}.accepted": (9, 0.9, None),
+    }
