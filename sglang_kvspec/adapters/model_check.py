@@ -139,9 +139,6 @@ def _check_for_kernels(config: KVSpecConfig, model: Any, num_ranks: int) -> None
             )
     if config.packs_residuals:
         check_untested("--kvspec-exact-residual packed", "raw")
-    if config.compressor is not None:
-        flag = f"--kvspec-compressor {config.compressor}"
-        check_untested(flag, "--kvspec-draft-view pages")
     if config.draft_weights not in ("auto", "target") and model.dtype != torch.bfloat16:
         raise UnsupportedError(
             f"--kvspec-draft-weights {config.draft_weights} cannot serve {model.model_path} on a "

@@ -286,8 +286,7 @@ FLAGS: tuple[Flag, ...] = (
         "with its options; `by=tokens` reads single tokens instead of pages, and "
         "`heads={head,layer,model}` says which heads share a budget; `auto` takes the method and "
         "the budget that a study found best; see `sglang-kvspec compressors`",
-        note="was tested on CPU servers only; a GPU takes it with `SGLANG_KVSPEC_UNTESTED=1`; "
-        "verifications read all pages",
+        note="a GPU takes methods that score pages at the prefill; verifications read all pages",
         needs=(
             Need(
                 has_no_view,

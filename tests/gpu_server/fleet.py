@@ -17,7 +17,6 @@ from kvspec_testkit.servers.prefix_server_process import PrefixServerProcess
 from kvspec_testkit.servers.server_pair import ServerPair
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
 from kvspec_testkit.transport.proxy import Proxy
-from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
 
 START_TIMEOUT_S = 480.0
 PAGE = 64
@@ -218,7 +217,6 @@ class Fleet:
         shared = (f"--kvspec-prefix-server={prefix_server}", WAIT)
         slow = (f"--kvspec-prefix-server={self.slow_link.address}", WAIT)
         small = self.room.small
-        untested = {UNTESTED_NAME: "1"}
         tiers = (HOST, disk, *shared, "--kvspec-prefix-publish-gbps=10")
         return {
             "off": Spec(("--kvspec-draft-len=0",)),
@@ -227,10 +225,8 @@ class Fleet:
             "int4 weights": Spec((INT4_WEIGHTS, ALWAYS_DRAFTS, *PAGES)),
             "ngram": Spec((*NGRAM, ALWAYS_DRAFTS, *PAGES)),
             "ngram int4": Spec((*NGRAM, INT4_WEIGHTS, ALWAYS_DRAFTS), environment=RETRACT),
-            "scores": Spec(
-                (*SCORES, ALWAYS_DRAFTS, "--chunked-prefill-size=256"), environment=untested
-            ),
-            "uneven scores": Spec((*UNEVEN_SCORES, ALWAYS_DRAFTS, HOSTED), environment=untested),
+            "scores": Spec((*SCORES, ALWAYS_DRAFTS, "--chunked-prefill-size=256")),
+            "uneven scores": Spec((*UNEVEN_SCORES, ALWAYS_DRAFTS, HOSTED)),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
             "crowded": Spec(PAGES, 2 * small, RETRACT),

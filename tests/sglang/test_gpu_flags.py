@@ -108,7 +108,6 @@ def test_packed_residuals_need_a_cpu_and_values_of_two_bytes(
     ("options", "flag", "instead"),
     [
         ({"exact_residual": "packed", "prefix_host_gb": 1}, "exact-residual packed", "raw"),
-        ({"compressor": "snapkv"}, "compressor snapkv", "--kvspec-draft-view pages"),
     ],
 )
 def test_what_was_not_tested_on_a_gpu_is_tried_where_that_is_asked_for(
