@@ -10,16 +10,21 @@ import pytest
 import torch
 from acceptance.report import Figure, write_json
 
+# Characters of what a failed test said, from its end.
+MOST_OF_A_REASON = 2000
+
 
 class GpuReport:
     """Plug-in of pytest that counts the tests of this run and the answers that they compare, and
-    writes --gpu-report at the end."""
+    writes --gpu-report after each test, as a lent machine may be taken away."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._begin = time.monotonic()
         self._outcomes: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
+        # What failed tests said.
+        self._reasons: dict[str, str] = {}
         # Answers compared, and those that differ, by target.
         self._answers: Counter[str] = Counter()
         self._mismatches: Counter[str] = Counter()
@@ -35,8 +40,10 @@ class GpuReport:
         # A test counts as failed if its fixtures fail before it or after it.
         if report.when == "call" or report.outcome != "passed":
             self._outcomes[name] = report.outcome
+        if report.failed:
+            self._reasons[name] = report.longreprtext[-MOST_OF_A_REASON:]
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_runtest_logfinish(self) -> None:
         option = self._config.getoption
         path: Path | None = option("--gpu-report")
         if path is None:
@@ -62,6 +69,7 @@ class GpuReport:
             "devices": torch.cuda.device_count(),
             "outcomes": self._outcomes,
             "seconds": self._seconds,
+            "reasons": self._reasons,
         }
         on_gpu = torch.cuda.is_available() and not option("--cpu")
         device = torch.device("cuda" if on_gpu else "cpu")
