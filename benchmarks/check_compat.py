@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
@@ -87,7 +88,10 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("releases", nargs="*", default=SUPPORTED, metavar="RELEASE")
     add("--all", action="store_true", help="all tests on a server, instead of a sample of files")
-    add("--jobs", type=int, default=1, help="releases at the same time (default: %(default)s)")
+    # A server counts memory that other jobs take during its start as its own.
+    add("--jobs", type=int, default=1,
+        help="releases at the same time (default: %(default)s); more may fail tests of ranks "
+        "where memory is scarce")  # fmt: skip
     add("--keep", action="store_true", help="leave the environments in .kvspec/compat")
     add("--resume", action="store_true", help="leave out releases that --out has at this commit")
     add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compat_releases.json")
@@ -154,6 +158,11 @@ def read_outcomes(path: Path, tests: Sequence[str]) -> list[Outcome]:
     # Two trees with changes may differ from each other, too.
     if is_other or commit.endswith("-dirty"):
         return []
+    return outcomes_of(result)
+
+
+def outcomes_of(result: dict[str, Any]) -> list[Outcome]:
+    """Return the outcomes in a result, by release."""
     raw = result["settings"]["raw"]
     return [Outcome(**{**each, "failed": tuple(each["failed"])}) for each in raw]
 
@@ -172,6 +181,15 @@ def versions_of(python: Path) -> dict[str, str]:
 
 
 def write_results(path: Path, outcomes: Sequence[Outcome], *, everything: bool) -> None:
+    settings = {
+        "tests": list(EVERYTHING if everything else SAMPLE),
+        "raw": [asdict(outcome) for outcome in outcomes],
+    }
+    write_json(path, "compat", torch.device("cpu"), settings, figures_of(outcomes))
+
+
+def figures_of(outcomes: Sequence[Outcome]) -> list[Figure]:
+    """Return the figures of all releases together, and of each."""
     figures = [
         Figure("compat.releases", sum(o.is_good for o in outcomes), "releases"),
         Figure("compat.failed", sum(len(o.failed) for o in outcomes), "tests", baseline=0),
@@ -186,11 +204,7 @@ def write_results(path: Path, outcomes: Sequence[Outcome], *, everything: bool) 
             Figure(f"{label}.mismatches", outcome.mismatches, "answers", baseline=0),
             Figure(f"{label}.seconds", outcome.seconds, "seconds"),
         ]
-    settings = {
-        "tests": list(EVERYTHING if everything else SAMPLE),
-        "raw": [asdict(outcome) for outcome in outcomes],
-    }
-    write_json(path, "compat", torch.device("cpu"), settings, figures)
+    return figures
 
 
 def print_results(outcomes: Sequence[Outcome]) -> None:

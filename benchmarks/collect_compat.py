@@ -7,6 +7,7 @@
 Each part was written by its own script: check_compat.py; check_releases.py and
 check_architectures.py; and, with --kernels or --kvspec-kernels triton, bench_attention.py,
 tests/gpu_server with --gpu-report, and bench_serving.py. Paths are relative to benchmarks/results.
+Of several --releases, which must be of one commit, the last counts for each release.
 `settings.parts` says where, when and at which commit each part was measured.
 
 Figures: those of --releases, and those of --others named `compat.`. triton.draft.vs_flashinfer and
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ import torch
 from acceptance.parts import Parts
 from acceptance.report import Figure, figure_of, write_json
 from attention.shapes import MAIN
+from check_compat import figures_of, outcomes_of
+
+from sglang_kvspec.core.sglang_releases import parse_version
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ATTENTION = re.compile(rf"attn\.(draft|verify\d+)\.{MAIN}\.vs_flashinfer_bf16")
@@ -40,7 +44,7 @@ Row = Mapping[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--releases", required=True, metavar="FILE")
+    parser.add_argument("--releases", nargs="+", required=True, metavar="FILE")
     for name in ("others", "attention", "answers", "serving"):
         parser.add_argument(f"--{name}", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--out", type=Path, default=RESULTS / "compat.json")
@@ -50,7 +54,10 @@ def main() -> None:
     def rows(names: Iterable[str]) -> list[Row]:
         return [row for name in names for row in parts.read(name)["figures"]]
 
-    figures = [figure_of(row, row["name"]) for row in rows([args.releases])]
+    try:
+        figures = releases_figures([parts.read(name) for name in args.releases])
+    except ValueError as error:
+        parser.error(str(error))
     figures += [
         figure_of(row, row["name"])
         for row in rows(args.others)
@@ -61,6 +68,16 @@ def main() -> None:
     figures += sums(rows(args.answers), TESTS, "triton.tests", "tests")
     figures += serving_figures(rows(args.serving))
     write_json(args.out, "compat", torch.device("cpu"), {"parts": parts.sources}, figures)
+
+
+def releases_figures(results: Sequence[dict[str, Any]]) -> list[Figure]:
+    """Return the figures of all releases. Raises ValueError for results of several commits."""
+    commits = {result["commit"] for result in results}
+    if len(commits) > 1:
+        raise ValueError(f"--releases are of several commits: {', '.join(sorted(commits))}")
+    by_release = {each.release: each for result in results for each in outcomes_of(result)}
+    ordered = sorted(by_release.values(), key=lambda outcome: parse_version(outcome.release))
+    return figures_of(ordered)
 
 
 def attention_figures(rows: Iterable[Row]) -> list[Figure]:

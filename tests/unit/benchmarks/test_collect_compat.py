@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import collect_compat
+import pytest
+from check_compat import Outcome
 
 
 def row(name, value):
@@ -11,6 +15,24 @@ def row(name, value):
 
 def values(figures):
     return {each.name: each.value for each in figures}
+
+
+def result(commit, *releases, failed=()):
+    found = [Outcome(each, 2, failed, 0, 8, 0, 60.0, {}) for each in releases]
+    return {"commit": commit, "settings": {"raw": [asdict(each) for each in found]}}
+
+
+def test_the_last_run_of_a_release_counts():
+    first = result("c", "0.5.20", "0.5.9", failed=("tests.a.fails",))
+    found = values(collect_compat.releases_figures([first, result("c", "0.5.9")]))
+    assert (found["compat.releases"], found["compat.failed"]) == (1, 1)
+    per_release = [name for name in found if name.endswith(".passed")]
+    assert per_release == ["compat.0.5.9.passed", "compat.0.5.20.passed"]
+
+
+def test_releases_of_two_commits_are_refused():
+    with pytest.raises(ValueError, match="several commits: c, d"):
+        collect_compat.releases_figures([result("d", "0.5.17"), result("c", "0.5.18")])
 
 
 def test_ratios_of_both_codecs_are_left_out():
