@@ -77,7 +77,10 @@ class Uniform4Settings(CodecSpec):
 
     def triton_decode(self, page_size: int) -> TritonDecode:
         return TritonDecode(
-            "kvspec_kernels.jit.uniform4:decode_uniform4", "zero", (self.k_group, page_size)
+            "kvspec_kernels.jit.uniform4:decode_uniform4",
+            "zero",
+            (self.k_group, page_size),
+            is_affine=True,
         )
 
     def cuda_encode(self, page_size: int) -> CudaEncode | None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvspec_kernels.jit import code_tiles
 from kvspec_kernels.jit.pages import load_encoded, load_exact, load_rows
-from kvspec_kernels.jit.rounding import rounded
+from kvspec_kernels.jit.rounding import operand, rounded
 from kvspec_kernels.jit.work_items import find_item, split_batch
 
 # Not specialised, so that another batch size needs no other kernel.
@@ -21,15 +22,41 @@ def attend(
 ):
     """Take one step of the online softmax. q [M, D], k [D, N], v [N, D], visible [M, N]."""
     scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+    weights, shrink, top, total = weigh(scores, visible, top, total)
+    acc = acc * shrink[:, None]
+    acc += tl.dot(rounded(weights, DTYPE, INTERPRET), v, input_precision="ieee")
+    return acc, top, total
+
+
+@triton.jit
+def attend_halves(
+    q, k, more_k, v, more_v, visible, scale_log2, acc, more_acc, top, total, INTERPRET: tl.constexpr
+):
+    """Take one step as attend() does, with halves of load_k() and load_v(). acc, more_acc [M,
+    D / 2]: of the channels of v and of more_v. visible: in the order of code_tiles.ordered()."""
+    scores = tl.dot(q, operand(k, INTERPRET), input_precision="ieee")
+    more_scores = tl.dot(q, operand(more_k, INTERPRET), input_precision="ieee")
+    scores = code_tiles.halves_joined(scores, more_scores) * scale_log2[:, None]
+    weights, shrink, top, total = weigh(scores, visible, top, total)
+    weights = rounded(weights, tl.float16, INTERPRET)
+    acc = acc * shrink[:, None]
+    acc += tl.dot(weights, operand(v, INTERPRET), input_precision="ieee")
+    more_acc = more_acc * shrink[:, None]
+    more_acc += tl.dot(weights, operand(more_v, INTERPRET), input_precision="ieee")
+    return acc, more_acc, top, total
+
+
+@triton.jit
+def weigh(scores, visible, top, total):
+    """Return the weights of scores [M, N], the factor of earlier sums, and the new top and total of
+    the online softmax."""
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     # For rows that have seen no token yet, -inf minus -inf would be NaN.
     finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - finite_top[:, None])
     shrink = tl.exp2(top - finite_top)
-    acc = acc * shrink[:, None]
-    acc += tl.dot(rounded(weights, DTYPE, INTERPRET), v, input_precision="ieee")
-    return acc, new_top, total * shrink + tl.sum(weights, axis=1)
+    return weights, shrink, new_top, total * shrink + tl.sum(weights, axis=1)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -69,6 +96,7 @@ def attention_kernel(
     stride_index: tl.constexpr,
     LISTS_BY_HEAD: tl.constexpr,
     DECODE: tl.constexpr,
+    BY_WORDS: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     SOURCE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -101,7 +129,8 @@ def attention_kernel(
 
     Pointers to the tail are None if there is no tail. qo_indptr_ptr is None if every request has
     ROWS query tokens. LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
-    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields.
+    DECODE: as in `pages.py`. BY_WORDS: decode anchors as in `code_tiles.py` instead. K_CODES to
+    V_RESIDUAL: byte offsets of fields.
     """
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
@@ -132,6 +161,10 @@ def attention_kernel(
     offs_m = pid_block * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
+    # Places of tokens in a block of a page.
+    offs_past = offs_n
+    if BY_WORDS:
+        offs_d, offs_past = code_tiles.ordered(offs_d), code_tiles.ordered(offs_n)
     mask_m = offs_m < q_len * GROUP
     mask_d = offs_d < HEAD_DIM
     q_rows = (q_begin + offs_m // GROUP).to(tl.int64) * stride_q_token
@@ -142,8 +175,16 @@ def attention_kernel(
         other=0.0,
     )
     q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
-
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    if BY_WORDS:
+        # Powers of two bring each row into the range of fp16 without rounding.
+        wide_q = q.to(tl.float32)
+        largest_q = tl.maximum(tl.max(tl.abs(wide_q), axis=1), 1e-30)
+        unit_q = tl.exp2(tl.floor(tl.log2(largest_q)))
+        small_q = rounded(wide_q / unit_q[:, None], tl.float16, INTERPRET)
+        some_acc = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
+        more_acc = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
+
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
 
@@ -153,11 +194,13 @@ def attention_kernel(
         page_list_ptr = indices_ptr + first_index + pid_head
     for unit in range(unit_begin, tl.minimum(unit_end, past_units)):
         first = unit * BLOCK_N % PAGE_SIZE
-        mask_n = unit * BLOCK_N + offs_n < past_len
+        num_seen = past_len - unit * BLOCK_N
+        mask_n = offs_past < num_seen
         if LISTS_BY_HEAD:
             index = unit * BLOCK_N // PAGE_SIZE * stride_index
             page = tl.load(page_list_ptr + index).to(tl.int64)
-            mask_n = mask_n & (page >= 0)
+            num_seen = tl.where(page >= 0, num_seen, 0)
+            mask_n = offs_past < num_seen
             page = tl.maximum(page, 0)
         else:
             page = tl.load(page_list_ptr + unit * BLOCK_N // PAGE_SIZE).to(tl.int64)
@@ -168,7 +211,29 @@ def attention_kernel(
         if SOURCE != "anchor":
             slot = tl.load(residual_slots_ptr + page).to(tl.int64)
             residual_ptr += slot * stride_residual_slot + pid_head * stride_residual_head
-        if SOURCE == "exact":
+        if BY_WORDS:
+            k, more_k = code_tiles.load_k(
+                anchor_ptr,
+                first,
+                HEAD_DIM=HEAD_DIM,
+                K_CHUNK=K_CHUNK,
+                CODES=K_CODES,
+                OFFSET=K_OFFSET,
+                SCALE=K_SCALE,
+                INTERPRET=INTERPRET,
+            )
+            v, more_v = code_tiles.load_v(
+                anchor_ptr,
+                first,
+                num_seen,
+                PAGE_SIZE=PAGE_SIZE,
+                HEAD_DIM=HEAD_DIM,
+                CODES=V_CODES,
+                OFFSET=V_OFFSET,
+                SCALE=V_SCALE,
+                INTERPRET=INTERPRET,
+            )
+        elif SOURCE == "exact":
             k, v = load_exact(
                 residual_ptr,
                 first + offs_n,
@@ -209,9 +274,27 @@ def attention_kernel(
                 BLOCK_N=BLOCK_N,
             )
         visible = mask_n[None, :] & mask_m[:, None]
-        acc, top, total = attend(
-            q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
-        )
+        if BY_WORDS:
+            some_acc, more_acc, top, total = attend_halves(
+                small_q,
+                k,
+                more_k,
+                v,
+                more_v,
+                visible,
+                scale_log2 * unit_q,
+                some_acc,
+                more_acc,
+                top,
+                total,
+                INTERPRET=INTERPRET,
+            )
+        else:
+            acc, top, total = attend(
+                q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
+            )
+    if BY_WORDS:
+        acc = code_tiles.halves_joined(some_acc, more_acc)
 
     if tail_lens_ptr is not None:
         slot_list_ptr = tail_indices_ptr + tl.load(tail_indptr_ptr + request)

@@ -28,6 +28,10 @@ SMALL_PROGRAMS_PER_SM = 2
 MERGE_TILE = 8192
 # More stages would pipeline loads through shared memory, of which smaller devices have 100 KB.
 NUM_STAGES = 1
+# Tokens that jit/code_tiles.py decodes at a time, and head sizes that it takes: a group of 4 tiles
+# must lie in one row of tiles. 256 channels would not fit registers.
+TILE_TOKENS = 64
+WORD_HEAD_DIMS = (64, 128)
 INTERPRETED = not isinstance(attention_kernel, triton.runtime.JITFunction)
 TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -143,6 +147,7 @@ class TritonAttention:
             "SOURCE": plan.source,
             "BLOCK_M": sizes.block_m,
             "FINITE_MAX": torch.finfo(plan.q_dtype).max,
+            "BY_WORDS": decodes_words(plan, sizes),
             **_record_constants(plan),
         }
 
@@ -210,6 +215,20 @@ def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
         return None
     reference = kernel_reference_of(plan.settings)
     return reference.code_values(plan.settings, plan.device, refined=plan.source == "int8")
+
+
+def decodes_words(plan: AttentionPlan, sizes: Launch) -> bool:
+    """Return True if jit/code_tiles.py decodes the records."""
+    decode = plan.settings.triton_decode(plan.page_size)
+    return (
+        plan.source == "anchor"
+        and decode.is_affine
+        and plan.settings.anchor_bits == 4
+        and decode.chunks[0] % TILE_TOKENS == 0
+        and plan.head_dim in WORD_HEAD_DIMS
+        and sizes.block_n == TILE_TOKENS
+        and plan.q_dtype != torch.float32
+    )
 
 
 def _record_constants(plan: AttentionPlan) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import torch
 
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.ops.attention import DraftAttention, Tail, workspace_nbytes
+from kvspec_kernels.ops.attention_plan import AttentionPlan
+from kvspec_kernels.ops.triton_attention import Launch, decodes_words
 from kvspec_testkit.kernels.cases import AttentionCase, make_case, page_table, results_for
 from kvspec_testkit.kernels.comparison import assert_attention
 
@@ -40,7 +42,12 @@ SHAPES = [
     # Pairs of tiles in groups of 2.
     ("log4-2bit", 96, 96, 1, 3, FP32),
     ("uniform4-2bit", 32, 32, 2, 1, FP32),
+    # Decoded by words: a page of several blocks, and heads of one group of tiles.
+    ("uniform4", 192, 128, 2, 3, FP16),
+    ("uniform4", 128, 64, 1, 4, BF16),
 ]
+# Of these, anchors are decoded by words.
+BY_WORDS = [SHAPES[1], *SHAPES[-2:]]
 
 
 def shape_id(shape: tuple) -> str:
@@ -68,6 +75,26 @@ def test_awkward_lengths(shape, check, device):
     page_size = shape[1]
     lens = [0, 1, page_size - 1, page_size, page_size + 1]
     check(make_case(lens, **options_of(shape, device)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_words_are_decoded_where_tiles_allow(shape, device):
+    codec, page_size, head_dim, heads, group, dtype = shape
+    plan = AttentionPlan(
+        *(torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1, 1)),
+        qo_indptr=None,
+        num_qo_heads=heads * group,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        settings=SETTINGS[codec](page_size),
+        source="anchor",
+        q_dtype=dtype,
+        sm_scale=1.0,
+        max_qo_len=1,
+        num_sms=4,
+    )
+    assert decodes_words(plan, Launch.of(plan)) == (shape in BY_WORDS)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
