@@ -8,7 +8,7 @@ usage: python benchmarks/bench_attention.py [--only PART,...] [--kernels NAME] [
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -27,6 +27,11 @@ VERIFY_TOKENS = (1, 4, 16, 64)
 PARTS = ("draft", "arithmetic", "grid", "verify", "encode")
 # Parts that choose between kernels.
 PARTS_BY_KERNELS = ("draft", "verify")
+RESULT_OF: Mapping[Backend, str] = {
+    "auto": "attention_h200.json",
+    "cuda": "attention_cuda.json",
+    "triton": "attention_triton.json",
+}
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 console = Console(width=110)
@@ -67,9 +72,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--kernels", choices=get_args(Backend), default="auto")
     parser.add_argument("--commit", help="commit to record (default: what git reports)")
-    default = ROOT / "benchmarks" / "results" / "attention_h200.json"
-    parser.add_argument("--out", type=Path, default=default)
+    parser.add_argument("--out", type=Path, help="default: by --kernels, in benchmarks/results")
     args = parser.parse_args()
+    args.out = args.out or ROOT / "benchmarks" / "results" / RESULT_OF[args.kernels]
     args.only = args.only.split(",")
     if unknown := set(args.only) - set(PARTS):
         parser.error(

@@ -71,6 +71,10 @@ def main() -> int:
     args = parse_arguments()
     tests = EVERYTHING if args.all else SAMPLE
     outcomes = read_outcomes(args.out, tests) if args.resume else []
+    if args.resume and not outcomes:
+        Console().print(
+            f"{args.out} has no releases at this clean commit: all are run", markup=False
+        )
     done = {outcome.release for outcome in outcomes}
     releases = [each for each in args.releases if each not in done]
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -154,7 +158,7 @@ def read_outcomes(path: Path, tests: Sequence[str]) -> list[Outcome]:
     if not path.exists():
         return []
     result, commit = json.loads(path.read_text()), current_commit(path)
-    is_other = result["commit"] != commit or result["settings"]["tests"] != list(tests)
+    is_other = result["commit"] != commit or result["settings"].get("tests") != list(tests)
     # Two trees with changes may differ from each other, too.
     if is_other or commit.endswith("-dirty"):
         return []

@@ -71,10 +71,15 @@ def main() -> None:
 
 
 def releases_figures(results: Sequence[dict[str, Any]]) -> list[Figure]:
-    """Return the figures of all releases. Raises ValueError for results of several commits."""
+    """Return the figures of all releases. Raises ValueError for results of several commits, of
+    several trees with changes, or of different tests."""
     commits = {result["commit"] for result in results}
     if len(commits) > 1:
         raise ValueError(f"--releases are of several commits: {', '.join(sorted(commits))}")
+    if len(results) > 1 and any(commit.endswith("-dirty") for commit in commits):
+        raise ValueError("--releases are of trees with changes, which may differ: commit them")
+    if any(result["settings"]["tests"] != results[0]["settings"]["tests"] for result in results):
+        raise ValueError("--releases are of different tests: run all with --all, or none")
     by_release = {each.release: each for result in results for each in outcomes_of(result)}
     ordered = sorted(by_release.values(), key=lambda outcome: parse_version(outcome.release))
     return figures_of(ordered)

@@ -19,7 +19,8 @@ def values(figures):
 
 def result(commit, *releases, failed=()):
     found = [Outcome(each, 2, failed, 0, 8, 0, 60.0, {}) for each in releases]
-    return {"commit": commit, "settings": {"raw": [asdict(each) for each in found]}}
+    raw = [asdict(each) for each in found]
+    return {"commit": commit, "settings": {"tests": ["a"], "raw": raw}}
 
 
 def test_the_last_run_of_a_release_counts():
@@ -33,6 +34,15 @@ def test_the_last_run_of_a_release_counts():
 def test_releases_of_two_commits_are_refused():
     with pytest.raises(ValueError, match="several commits: c, d"):
         collect_compat.releases_figures([result("d", "0.5.17"), result("c", "0.5.18")])
+
+
+def test_results_that_do_not_compare_are_refused():
+    other = result("c", "0.5.18")
+    other["settings"]["tests"] = ["a", "b"]
+    with pytest.raises(ValueError, match="of different tests"):
+        collect_compat.releases_figures([result("c", "0.5.17"), other])
+    with pytest.raises(ValueError, match="of trees with changes"):
+        collect_compat.releases_figures([result("c-dirty", "0.5.17"), result("c-dirty", "0.5.18")])
 
 
 def test_ratios_of_both_codecs_are_left_out():
