@@ -153,8 +153,7 @@ FLAGS: tuple[Flag, ...] = (
         default=None,
         unset="4; 2 with `kivi` and `rotatekv`, 3 with `kvquant` and `turboquant`",
         help="bits of a code in an anchor: 4 or 2 with `uniform4` and `log4`, 2 to 4 with the "
-        "other codecs; drafts with fewer bits agree with the target less often; how much less was "
-        "not measured",
+        "other codecs; drafts with fewer bits agree with the target less often",
     ),
     Flag(
         "draft_len",
