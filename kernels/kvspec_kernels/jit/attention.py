@@ -1,6 +1,6 @@
 """Attention over encoded pages, split over work items (`work_items.py`), and the merge of the
-parts. Semantics: `reference/attention.py`. This portable path loads every code separately. The
-register order of codes in formats.py serves CUDA kernels only."""
+parts. Semantics: `reference/attention.py`. This portable path loads every code separately, except
+4-bit anchors of uniform4 (`code_tiles.py`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,19 @@ def attend(
 
 @triton.jit
 def attend_halves(
-    q, k, more_k, v, more_v, visible, scale_log2, acc, more_acc, top, total, INTERPRET: tl.constexpr
+    q,
+    k,
+    more_k,
+    v,
+    more_v,
+    unit_v,
+    visible,
+    scale_log2,
+    acc,
+    more_acc,
+    top,
+    total,
+    INTERPRET: tl.constexpr,
 ):
     """Take one step as attend() does, with halves of load_k() and load_v(). acc, more_acc [M,
     D / 2]: of the channels of v and of more_v. visible: in the order of code_tiles.ordered()."""
@@ -39,10 +51,10 @@ def attend_halves(
     scores = code_tiles.halves_joined(scores, more_scores) * scale_log2[:, None]
     weights, shrink, top, total = weigh(scores, visible, top, total)
     weights = rounded(weights, tl.float16, INTERPRET)
-    acc = acc * shrink[:, None]
-    acc += tl.dot(weights, operand(v, INTERPRET), input_precision="ieee")
-    more_acc = more_acc * shrink[:, None]
-    more_acc += tl.dot(weights, operand(more_v, INTERPRET), input_precision="ieee")
+    step = tl.dot(weights, operand(v, INTERPRET), input_precision="ieee")
+    acc = acc * shrink[:, None] + step * unit_v
+    step = tl.dot(weights, operand(more_v, INTERPRET), input_precision="ieee")
+    more_acc = more_acc * shrink[:, None] + step * unit_v
     return acc, more_acc, top, total
 
 
@@ -177,11 +189,9 @@ def attention_kernel(
     q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     if BY_WORDS:
-        # Powers of two bring each row into the range of fp16 without rounding.
         wide_q = q.to(tl.float32)
-        largest_q = tl.maximum(tl.max(tl.abs(wide_q), axis=1), 1e-30)
-        unit_q = tl.exp2(tl.floor(tl.log2(largest_q)))
-        small_q = rounded(wide_q / unit_q[:, None], tl.float16, INTERPRET)
+        unit_q, factor_q = code_tiles.unit_of(tl.max(tl.abs(wide_q), axis=1))
+        small_q = rounded(wide_q * factor_q[:, None], tl.float16, INTERPRET)
         some_acc = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
         more_acc = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
 
@@ -212,7 +222,7 @@ def attention_kernel(
             slot = tl.load(residual_slots_ptr + page).to(tl.int64)
             residual_ptr += slot * stride_residual_slot + pid_head * stride_residual_head
         if BY_WORDS:
-            k, more_k = code_tiles.load_k(
+            k, more_k, unit_k = code_tiles.load_k(
                 anchor_ptr,
                 first,
                 HEAD_DIM=HEAD_DIM,
@@ -222,7 +232,7 @@ def attention_kernel(
                 SCALE=K_SCALE,
                 INTERPRET=INTERPRET,
             )
-            v, more_v = code_tiles.load_v(
+            v, more_v, unit_v = code_tiles.load_v(
                 anchor_ptr,
                 first,
                 num_seen,
@@ -281,8 +291,9 @@ def attention_kernel(
                 more_k,
                 v,
                 more_v,
+                unit_v,
                 visible,
-                scale_log2 * unit_q,
+                scale_log2 * unit_q * unit_k,
                 some_acc,
                 more_acc,
                 top,

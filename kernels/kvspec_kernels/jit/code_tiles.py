@@ -102,7 +102,7 @@ def _pair(words, scale, offset, PAIR: tl.constexpr, INTERPRET: tl.constexpr):
 @triton.jit
 def _half(words, near, far, HALF: tl.constexpr, INTERPRET: tl.constexpr):
     """Return values of rows 0 to 7 (HALF 0) or 8 to 15 (1) of each tile, transposed: [columns,
-    rows / 2]. near, far: of _of_channels() or _of_tokens()."""
+    rows / 2]. near, far: of _in_units()."""
     values = tl.join(
         _pair(words, near[0], near[1], HALF, INTERPRET),
         _pair(words, far[0], far[1], HALF + 2, INTERPRET),
@@ -113,24 +113,59 @@ def _half(words, near, far, HALF: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _in_fp16(ptr, place, is_seen):
-    value = tl.load(ptr.to(tl.pointer_type(tl.bfloat16)) + place).to(tl.float16)
+def _load(ptr, place, is_seen):
+    value = tl.load(ptr.to(tl.pointer_type(tl.bfloat16)) + place).to(tl.float32)
     # Metadata of tokens that were never written may be NaN, and a weight of 0 times NaN is NaN.
-    return tl.where(is_seen, value, 0.0)[None, :]
+    return tl.where(is_seen, value, 0.0)
 
 
 @triton.jit
 def _metadata(anchor_ptr, left, right, left_seen, right_seen, SCALE, OFFSET):
-    """Return scales and offsets, a pair each, of the left and the right codes of words. left,
-    right: places in a row of metadata. Where these are not seen, 0."""
+    """Return scales and offsets, a pair each, of the left and the right codes of words, [words]
+    fp32. left, right: places in a row of metadata. Where these are not seen, 0."""
     return (
         (
-            _in_fp16(anchor_ptr + SCALE, left, left_seen),
-            _in_fp16(anchor_ptr + SCALE, right, right_seen),
+            _load(anchor_ptr + SCALE, left, left_seen),
+            _load(anchor_ptr + SCALE, right, right_seen),
         ),
         (
-            _in_fp16(anchor_ptr + OFFSET, left, left_seen),
-            _in_fp16(anchor_ptr + OFFSET, right, right_seen),
+            _load(anchor_ptr + OFFSET, left, left_seen),
+            _load(anchor_ptr + OFFSET, right, right_seen),
+        ),
+    )
+
+
+@triton.jit
+def _reach(metadata):
+    """Return the most that codes of each word can be."""
+    scale, offset = metadata
+    return tl.maximum(
+        tl.abs(offset[0]) + 15.0 * scale[0],
+        tl.abs(offset[1]) + 15.0 * scale[1],
+    )
+
+
+@triton.jit
+def unit_of(largest):
+    """Return (unit, 1 / unit): a power of two in which numbers up to `largest` are numbers of fp16,
+    up to 2. A power of two rounds nothing."""
+    # The exponent alone, which a reciprocal has with the other sign.
+    bits = tl.minimum(tl.maximum(largest, 1e-30), 1e38).to(tl.int32, bitcast=True) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_units(metadata, factor):
+    """Return scales and offsets times a factor, as fp16 [1, words]."""
+    scale, offset = metadata
+    return (
+        (
+            (scale[0] * factor).to(tl.float16)[None, :],
+            (scale[1] * factor).to(tl.float16)[None, :],
+        ),
+        (
+            (offset[0] * factor).to(tl.float16)[None, :],
+            (offset[1] * factor).to(tl.float16)[None, :],
         ),
     )
 
@@ -187,12 +222,15 @@ def load_k(
     INTERPRET: tl.constexpr,
 ):
     """Return K of TILE_TOKENS tokens from `first` on, a multiple of TILE_TOKENS, in two halves
-    [HEAD_DIM, TILE_TOKENS / 2] of tokens first_half() and 8 more. CODES to SCALE: byte offsets of
-    fields."""
+    [HEAD_DIM, TILE_TOKENS / 2] of tokens first_half() and 8 more, and the unit in which they are.
+    CODES to SCALE: byte offsets of fields."""
     words = _load_words(anchor_ptr + CODES, first // 16, 0, TILE_TOKENS, HEAD_DIM, HEAD_DIM // 64)
     near = _of_channels(anchor_ptr, first // K_CHUNK, 0, HEAD_DIM, SCALE, OFFSET)
     far = _of_channels(anchor_ptr, first // K_CHUNK, 2, HEAD_DIM, SCALE, OFFSET)
-    return _half(words, near, far, 0, INTERPRET), _half(words, near, far, 1, INTERPRET)
+    unit, factor = unit_of(tl.max(tl.maximum(_reach(near), _reach(far)), axis=0))
+    near, far = _in_units(near, factor), _in_units(far, factor)
+    half = _half(words, near, far, 0, INTERPRET)
+    return half, _half(words, near, far, 1, INTERPRET), unit
 
 
 @triton.jit
@@ -208,10 +246,13 @@ def load_v(
     INTERPRET: tl.constexpr,
 ):
     """Return V of tokens as load_k() takes them, in two halves [TILE_TOKENS, HEAD_DIM / 2] of
-    channels first_half() and 8 more. Tokens are in the order of ordered(). Those from num_seen on,
-    counted from `first`, are 0."""
+    channels first_half() and 8 more, and the unit in which they are. Tokens are in the order of
+    ordered(). Those from num_seen on, counted from `first`, are 0."""
     group = first // TILE_TOKENS
     words = _load_words(anchor_ptr + CODES, 0, group, HEAD_DIM, TILE_TOKENS, PAGE_SIZE // 64)
     near = _of_tokens(anchor_ptr, first, num_seen, 0, PAGE_SIZE, SCALE, OFFSET)
     far = _of_tokens(anchor_ptr, first, num_seen, 2, PAGE_SIZE, SCALE, OFFSET)
-    return _half(words, near, far, 0, INTERPRET), _half(words, near, far, 1, INTERPRET)
+    unit, factor = unit_of(tl.max(tl.maximum(_reach(near), _reach(far)), axis=0))
+    near, far = _in_units(near, factor), _in_units(far, factor)
+    half = _half(words, near, far, 0, INTERPRET)
+    return half, _half(words, near, far, 1, INTERPRET), unit

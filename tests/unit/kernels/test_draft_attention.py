@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout
 from kvspec_kernels.ops.attention import DraftAttention, Tail, workspace_nbytes
 from kvspec_kernels.ops.attention_plan import AttentionPlan
 from kvspec_kernels.ops.triton_attention import Launch, decodes_words
@@ -44,7 +44,7 @@ SHAPES = [
     ("uniform4-2bit", 32, 32, 2, 1, FP32),
     # Decoded by words: a page of several blocks, and heads of one group of tiles.
     ("uniform4", 192, 128, 2, 3, FP16),
-    ("uniform4", 128, 64, 1, 4, BF16),
+    ("uniform4", 256, 64, 2, 4, BF16),
 ]
 # Of these, anchors are decoded by words.
 BY_WORDS = [SHAPES[1], *SHAPES[-2:]]
@@ -140,6 +140,19 @@ def test_other_settings(page_size, settings, check, device):
     check(make_case([page_size + 40, 20], source="anchor", **sizes))
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e-4, 1e4, 1e10], ids=str)
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_values_of_any_size(part, size, check, device):
+    """Anchors have metadata in bf16, also where an fp16 number cannot hold a value."""
+    case = make_case([70, 5], **options_of(SHAPES[1], device))
+    layout = anchor_layout(case.settings, case.page_size, case.q.shape[-1])
+    for name in ("scale", "zero"):
+        layout[f"{part}_{name}"].view(case.anchors).mul_(size)
+    if part == "k":
+        case.q.div_(size)
+    check(case)
+
+
 def test_given_scale(check, device):
     check(make_case([70, 5], **options_of(SHAPES[0], device)), sm_scale=0.3)
 
@@ -222,7 +235,7 @@ class ByHead:
         return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], SHAPES[10]], ids=shape_id)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], SHAPES[10], SHAPES[-1]], ids=shape_id)
 @pytest.mark.parametrize("tails", [None, [3, 0, 1]], ids=["no tail", "tail"])
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_heads_that_read_pages_of_their_own(shape, tails, num_rows, prepare, device):
