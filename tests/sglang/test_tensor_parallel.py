@@ -110,7 +110,9 @@ def test_two_ranks_answer_like_one(
 def test_ranks_draft_with_copies_of_their_weights(
     servers: ServerSwitch, seeded_answers: dict[int, list[int]]
 ) -> None:
-    copies = ("--kvspec-draft-weights=int4", "--kvspec-draft-len=8")
+    # Copies take half a minute. A start counts what other servers allocate meanwhile as its own.
+    room = "--mem-fraction-static=0.4"
+    copies = ("--kvspec-draft-weights=int4", "--kvspec-draft-len=8", room)
     spec = ServerSpec(KVSPEC.model, (*KVSPEC.arguments, "--tp-size=2", *copies))
     url = servers.use(spec).base_url
     assert {seed: sample(url, seed) for seed in SEEDS} == seeded_answers

@@ -448,7 +448,10 @@ def test_texts_that_grow_attend_like_whole_ones() -> None:
 def test_models_store_no_kv_while_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models of a GPU write KV themselves, into a pool of this dtype."""
     monkeypatch.setattr(utils, "_is_cuda", True)
-    monkeypatch.setattr(utils, "is_prefill_context_parallel_enabled", lambda: False)
+    # SGLang asks the first up to 0.5.19, and the second since.
+    for question in ("is_prefill_context_parallel_enabled", "is_cp_active"):
+        if hasattr(utils, question):
+            monkeypatch.setattr(utils, question, lambda *batch: False)
     attention = TextAttention(attend_to_whole_text)
     with forward_context(ForwardContext(attn_backend=attention)):
         assert not utils.enable_fused_set_kv_buffer(SimpleNamespace())
