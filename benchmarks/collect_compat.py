@@ -64,8 +64,9 @@ def main() -> None:
         if row["name"].startswith("compat.")
     ]
     figures += attention_figures(rows(args.attention))
-    figures += sums(rows(args.answers), ANSWERS, "triton.identity", "answers")
-    figures += sums(rows(args.answers), TESTS, "triton.tests", "tests")
+    reports = rows(args.answers)
+    figures += sums(reports, ANSWERS, "triton.identity", "answers")
+    figures += sums(reports, TESTS, "triton.tests", "tests")
     figures += serving_figures(rows(args.serving))
     write_json(args.out, "compat", torch.device("cpu"), {"parts": parts.sources}, figures)
 

@@ -53,7 +53,9 @@ class Traces(NamedTuple):
         """Return the draft budget of a method of the result; None for one that is not replayed."""
         if self.scorer is None:
             view, *asked = name.split(":")
-            return {"all": 1.0, "pages": float(asked[0]) if asked else None}.get(view)
+            if view == "all":
+                return 1.0
+            return float(asked[0]) if view == "pages" else None
         method = Method.of(name)
         is_wanted = method.scorer in (self.scorer, ALL_TOKENS) and method.anchors == DENSE4_LABEL
         return method.budget if is_wanted else None

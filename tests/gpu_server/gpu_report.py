@@ -10,7 +10,7 @@ import pytest
 import torch
 from acceptance.report import Figure, write_json
 
-# Characters of what a failed test said, from its end.
+# Characters of the message of a failed test that are kept, from its end.
 MOST_OF_A_REASON = 2000
 
 
@@ -23,7 +23,7 @@ class GpuReport:
         self._begin = time.monotonic()
         self._outcomes: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
-        # What failed tests said.
+        # Messages of failed tests, by name.
         self._reasons: dict[str, str] = {}
         # Answers compared, and those that differ, by target.
         self._answers: Counter[str] = Counter()

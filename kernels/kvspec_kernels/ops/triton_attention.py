@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kvspec_kernels.jit.attention import attention_kernel, merge_kernel
 from kvspec_kernels.jit.chunks import chunk_blocks
+from kvspec_kernels.jit.code_tiles import TILE_TOKENS
 from kvspec_kernels.jit.functions import kernel_function
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
 from kvspec_kernels.ops.device import is_large
@@ -28,9 +29,8 @@ SMALL_PROGRAMS_PER_SM = 2
 MERGE_TILE = 8192
 # More stages would pipeline loads through shared memory, of which smaller devices have 100 KB.
 NUM_STAGES = 1
-# Tokens that jit/code_tiles.py decodes at a time, and head sizes that it takes: a group of 4 tiles
-# must lie in one row of tiles. 256 channels would not fit registers.
-TILE_TOKENS = 64
+# Head sizes that jit/code_tiles.py takes: a group of 4 tiles must lie in one row of tiles. 256
+# channels would not fit registers.
 WORD_HEAD_DIMS = (64, 128)
 INTERPRETED = not isinstance(attention_kernel, triton.runtime.JITFunction)
 TRITON_DTYPES = {
@@ -224,9 +224,9 @@ def decodes_words(plan: AttentionPlan, sizes: Launch) -> bool:
         plan.source == "anchor"
         and decode.is_affine
         and plan.settings.anchor_bits == 4
-        and decode.chunks[0] % TILE_TOKENS == 0
+        and decode.chunks[0] % TILE_TOKENS.value == 0
         and plan.head_dim in WORD_HEAD_DIMS
-        and sizes.block_n == TILE_TOKENS
+        and sizes.block_n == TILE_TOKENS.value
         and plan.q_dtype != torch.float32
     )
 

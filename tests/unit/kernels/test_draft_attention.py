@@ -46,7 +46,7 @@ SHAPES = [
     ("uniform4", 192, 128, 2, 3, FP16),
     ("uniform4", 256, 64, 2, 4, BF16),
 ]
-# Of these, anchors are decoded by words.
+# Shapes whose anchors are decoded by words.
 BY_WORDS = [SHAPES[1], *SHAPES[-2:]]
 
 
