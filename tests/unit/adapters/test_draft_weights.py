@@ -17,6 +17,7 @@ from sglang.srt.models import utils
 
 from kvspec_kernels.ops.attention_plan import Backend
 from kvspec_kernels.reference import int4_weights
+from kvspec_testkit.models.whole_layers import whole_layer_options
 from sglang_kvspec.adapters import calibration_texts, draft_weights, weight_copies
 from sglang_kvspec.adapters.calibration_texts import GrowingTexts
 from sglang_kvspec.adapters.draft_weights import DraftForward, DraftWeights, make_draft_weights
@@ -36,7 +37,7 @@ from sglang_kvspec.runtime.ranks import Ranks
 INPUTS, OUTPUTS = 100, 24
 # SGLang pads the rows of a projection to a multiple of 64.
 VOCABULARY = 70
-ALONE: dict[str, Any] = {"params_dtype": torch.float32, "tp_rank": 0, "tp_size": 1}
+WHOLE: dict[str, Any] = {"params_dtype": torch.float32, **whole_layer_options()}
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def model() -> torch.nn.Module:
     """Two linear layers, and others that have no copies."""
     torch.manual_seed(0)
     layers = [
-        ColumnParallelLinear(INPUTS, INPUTS, bias=False, **ALONE),
-        ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, **ALONE),
+        ColumnParallelLinear(INPUTS, INPUTS, bias=False, **WHOLE),
+        ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, **WHOLE),
         ReplicatedLinear(OUTPUTS, 2, params_dtype=torch.float32),
     ]
     for layer in layers:
@@ -61,7 +62,7 @@ class Decoder(torch.nn.Module):
         super().__init__()
         options = {"params_dtype": torch.float32, "enable_tp": False}
         self.embed_tokens = VocabParallelEmbedding(VOCABULARY, INPUTS, **options)
-        self.layer = ColumnParallelLinear(INPUTS, INPUTS, bias=False, **ALONE)
+        self.layer = ColumnParallelLinear(INPUTS, INPUTS, bias=False, **WHOLE)
         self.lm_head = self.embed_tokens
         if not is_tied:
             self.lm_head = ParallelLMHead(VOCABULARY, INPUTS, **options)
@@ -326,7 +327,7 @@ def test_sizes_are_reported(weights: DraftWeights, model: Any) -> None:
 def test_moments_take_up_to_their_budget(
     model: Any, monkeypatch: pytest.MonkeyPatch, num_moments: float, sizes: list[int]
 ) -> None:
-    model.append(ColumnParallelLinear(INPUTS, OUTPUTS, bias=False, **ALONE))
+    model.append(ColumnParallelLinear(INPUTS, OUTPUTS, bias=False, **WHOLE))
     torch.nn.init.normal_(model[-1].weight)
     layers, groups = [model[0], model[2], model[4]], []
     inputs = {layer: torch.randn(200, 5) @ torch.randn(5, INPUTS) for layer in layers}
@@ -373,7 +374,7 @@ def test_moments_take_what_a_gpu_has_free(model: Any, gpu: Callable[[int], None]
 
 
 def test_models_without_such_layers_are_refused(model: Any) -> None:
-    model.append(row := RowParallelLinear(INPUTS, OUTPUTS, **ALONE))
+    model.append(row := RowParallelLinear(INPUTS, OUTPUTS, **WHOLE))
     assert draft_weights.linear_layers(model) == [model[0], model[2], row]
     with pytest.raises(UnsupportedError, match="int4 cannot serve Sequential"):
         draft_weights.linear_layers(torch.nn.Sequential(model[1], model[3]))

@@ -14,6 +14,7 @@ from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLine
 
 from kvspec_kernels.reference.int4_weights import decode
 from kvspec_testkit.models.gptq_copy import write_gptq
+from kvspec_testkit.models.whole_layers import whole_layer_options
 from sglang_kvspec.adapters import draft_weights
 from sglang_kvspec.adapters.draft_weights import DraftWeights
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
@@ -49,7 +50,7 @@ def model(tensors: dict[str, torch.Tensor]) -> Any:
         tensors[f"{LAYER}.{part}_proj.weight"].float() for part in ("gate", "up", "down")
     )
     options: dict[str, Any] = {"bias": False, "params_dtype": torch.float32}
-    options |= {"tp_rank": 0, "tp_size": 1}
+    options |= whole_layer_options()
     both = MergedColumnParallelLinear(256, [len(gate), len(up)], **options)
     back = RowParallelLinear(len(gate), 256, reduce_results=False, **options)
     both.weight.data.copy_(torch.cat((gate, up)))
