@@ -1,15 +1,14 @@
 """Attention over encoded pages, split over work items (`work_items.py`), and the merge of the
-parts. Semantics: `reference/attention.py`. This portable path loads every code separately, except
-4-bit anchors of uniform4 (`code_tiles.py`)."""
+parts. Semantics: `reference/attention.py`. This portable path loads every code separately, for any
+codec and head size. `word_attention.py` is for some."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit import code_tiles
 from kvspec_kernels.jit.pages import load_encoded, load_exact, load_rows
-from kvspec_kernels.jit.rounding import operand, rounded
+from kvspec_kernels.jit.rounding import rounded
 from kvspec_kernels.jit.work_items import find_item, split_batch
 
 # Not specialised, so that another batch size needs no other kernel.
@@ -26,36 +25,6 @@ def attend(
     acc = acc * shrink[:, None]
     acc += tl.dot(rounded(weights, DTYPE, INTERPRET), v, input_precision="ieee")
     return acc, top, total
-
-
-@triton.jit
-def attend_halves(
-    q,
-    k,
-    more_k,
-    v,
-    more_v,
-    unit_v,
-    visible,
-    scale_log2,
-    acc,
-    more_acc,
-    top,
-    total,
-    INTERPRET: tl.constexpr,
-):
-    """Take one step as attend() does, with halves of load_k() and load_v(). acc, more_acc [M,
-    D / 2]: of the channels of v and of more_v. visible: in the order of code_tiles.ordered()."""
-    scores = tl.dot(q, operand(k, INTERPRET), input_precision="ieee")
-    more_scores = tl.dot(q, operand(more_k, INTERPRET), input_precision="ieee")
-    scores = code_tiles.halves_joined(scores, more_scores) * scale_log2[:, None]
-    weights, shrink, top, total = weigh(scores, visible, top, total)
-    weights = rounded(weights, tl.float16, INTERPRET)
-    step = tl.dot(weights, operand(v, INTERPRET), input_precision="ieee")
-    acc = acc * shrink[:, None] + step * unit_v
-    step = tl.dot(weights, operand(more_v, INTERPRET), input_precision="ieee")
-    more_acc = more_acc * shrink[:, None] + step * unit_v
-    return acc, more_acc, top, total
 
 
 @triton.jit
@@ -108,7 +77,6 @@ def attention_kernel(
     stride_index: tl.constexpr,
     LISTS_BY_HEAD: tl.constexpr,
     DECODE: tl.constexpr,
-    BY_WORDS: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     SOURCE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -141,8 +109,7 @@ def attention_kernel(
 
     Pointers to the tail are None if there is no tail. qo_indptr_ptr is None if every request has
     ROWS query tokens. LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
-    DECODE: as in `pages.py`. BY_WORDS: decode anchors as in `code_tiles.py` instead. K_CODES to
-    V_RESIDUAL: byte offsets of fields.
+    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields.
     """
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
@@ -173,10 +140,6 @@ def attention_kernel(
     offs_m = pid_block * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    # Places of tokens in a block of a page.
-    offs_past = offs_n
-    if BY_WORDS:
-        offs_d, offs_past = code_tiles.ordered(offs_d), code_tiles.ordered(offs_n)
     mask_m = offs_m < q_len * GROUP
     mask_d = offs_d < HEAD_DIM
     q_rows = (q_begin + offs_m // GROUP).to(tl.int64) * stride_q_token
@@ -188,13 +151,6 @@ def attention_kernel(
     )
     q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    if BY_WORDS:
-        wide_q = q.to(tl.float32)
-        unit_q, factor_q = code_tiles.unit_of(tl.max(tl.abs(wide_q), axis=1))
-        small_q = rounded(wide_q * factor_q[:, None], tl.float16, INTERPRET)
-        some_acc = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
-        more_acc = tl.zeros([BLOCK_M, BLOCK_D // 2], dtype=tl.float32)
-
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
 
@@ -205,12 +161,12 @@ def attention_kernel(
     for unit in range(unit_begin, tl.minimum(unit_end, past_units)):
         first = unit * BLOCK_N % PAGE_SIZE
         num_seen = past_len - unit * BLOCK_N
-        mask_n = offs_past < num_seen
+        mask_n = offs_n < num_seen
         if LISTS_BY_HEAD:
             index = unit * BLOCK_N // PAGE_SIZE * stride_index
             page = tl.load(page_list_ptr + index).to(tl.int64)
             num_seen = tl.where(page >= 0, num_seen, 0)
-            mask_n = offs_past < num_seen
+            mask_n = offs_n < num_seen
             page = tl.maximum(page, 0)
         else:
             page = tl.load(page_list_ptr + unit * BLOCK_N // PAGE_SIZE).to(tl.int64)
@@ -221,29 +177,7 @@ def attention_kernel(
         if SOURCE != "anchor":
             slot = tl.load(residual_slots_ptr + page).to(tl.int64)
             residual_ptr += slot * stride_residual_slot + pid_head * stride_residual_head
-        if BY_WORDS:
-            k, more_k, unit_k = code_tiles.load_k(
-                anchor_ptr,
-                first,
-                HEAD_DIM=HEAD_DIM,
-                K_CHUNK=K_CHUNK,
-                CODES=K_CODES,
-                OFFSET=K_OFFSET,
-                SCALE=K_SCALE,
-                INTERPRET=INTERPRET,
-            )
-            v, more_v, unit_v = code_tiles.load_v(
-                anchor_ptr,
-                first,
-                num_seen,
-                PAGE_SIZE=PAGE_SIZE,
-                HEAD_DIM=HEAD_DIM,
-                CODES=V_CODES,
-                OFFSET=V_OFFSET,
-                SCALE=V_SCALE,
-                INTERPRET=INTERPRET,
-            )
-        elif SOURCE == "exact":
+        if SOURCE == "exact":
             k, v = load_exact(
                 residual_ptr,
                 first + offs_n,
@@ -284,28 +218,9 @@ def attention_kernel(
                 BLOCK_N=BLOCK_N,
             )
         visible = mask_n[None, :] & mask_m[:, None]
-        if BY_WORDS:
-            some_acc, more_acc, top, total = attend_halves(
-                small_q,
-                k,
-                more_k,
-                v,
-                more_v,
-                unit_v,
-                visible,
-                scale_log2 * unit_q * unit_k,
-                some_acc,
-                more_acc,
-                top,
-                total,
-                INTERPRET=INTERPRET,
-            )
-        else:
-            acc, top, total = attend(
-                q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
-            )
-    if BY_WORDS:
-        acc = code_tiles.halves_joined(some_acc, more_acc)
+        acc, top, total = attend(
+            q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
+        )
 
     if tail_lens_ptr is not None:
         slot_list_ptr = tail_indices_ptr + tl.load(tail_indptr_ptr + request)

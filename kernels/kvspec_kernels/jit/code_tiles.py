@@ -1,8 +1,14 @@
-"""Decode 4-bit anchors of TILE_TOKENS tokens to matrix operands in fp16, a word of eight codes at a
-time.
+"""Codes of TILE_TOKENS tokens as matrix operands [rows, columns] in fp16, a word of eight codes at
+a time.
 
-Tokens and channels of operands stand in the order of `ordered`, in which codes need no moves
-between threads. Products do not depend on the order in which they sum.
+Codes are stored in the order in which a warp's threads hold the left operand of a product
+(`reference/fragments.py`), so that a thread loads words of its own elements. Rows of operands, K's
+tokens and V's channels, stand in their own order, columns in that of `column()`, in which products
+sum as well as in any other.
+
+A code is the bits of an fp16 number below the smallest normal one: in the low bits of a half of a
+register it is CODE_UNIT times itself, so a mask is all that decodes it. Products take such numbers
+exactly. Scales and offsets belong to the other operand, or to the result.
 """
 
 from __future__ import annotations
@@ -10,139 +16,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit.fragments import locate_column, locate_row
-
 TILE_TOKENS = tl.constexpr(64)
-# An fp16 number from 1024 on whose low bits are an integer, in each half of a register.
-MAGIC = tl.constexpr(0x64006400)
-PAIRS = tl.constexpr(0x000F000F)
+# Of the number 1 in the low bits of an fp16 number: 2 to the power of -24.
+CODE_UNIT = tl.constexpr(2.0**-24)
+# Values beyond 1 / LEAST_UNIT or below LEAST_UNIT lose precision.
+LEAST_UNIT = tl.constexpr(2.0**-60)
+LOW = tl.constexpr(0x000F000F)
+HIGH = tl.constexpr(0x00F000F0)
+# The highest bit of every code.
+SIGNS = tl.constexpr(-0x77777778)
 
 
 @triton.jit
-def ordered(place):
-    """Return the number of the row or column that stands at a place of an operand."""
-    word = place // 4
-    tile = word // 16 * 4 + word % 4
-    return tile * 16 + word % 16 // 4 * 2 + place % 2 + place % 4 // 2 * 8
-
-
-@triton.jit
-def first_half(place):
-    """Return the row that stands at a place among rows 0 to 7 of each tile. Row 8 of a tile is the
-    first of the second half."""
-    return ordered(place // 2 * 4 + place % 2)
-
-
-@triton.jit
-def halves_joined(first, second):
-    """Return columns of the first and of the second half, each [n, m], as [n, 2 m] in the order of
-    ordered()."""
-    pairs: tl.constexpr = first.shape[1] // 2
-    both = tl.reshape(tl.join(first, second), [first.shape[0], pairs, 2, 2])
-    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [first.shape[0], 4 * pairs])
-
-
-@triton.jit
-def _load_words(
-    ptr,
-    row_tile,
-    first_group,
-    NUM_ROWS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Load words [NUM_ROWS / 2, NUM_COLUMNS / 4] of an operand. row_tile: first tile of rows.
-    first_group: first group of 4 tiles of columns, of GROUPS."""
-    row = first_half(tl.arange(0, NUM_ROWS // 2))
-    column = tl.arange(0, NUM_COLUMNS // 4)
-    start = (row_tile + row // 16) * (GROUPS * 128) + row % 8 * 16 + first_group * 128
-    # Written so that the compiler sees neighbours in memory.
-    words_ptr = ptr.to(tl.pointer_type(tl.int32))
-    return tl.load(words_ptr + start[:, None] + (column // 16 * 128 + column % 16)[None, :])
-
-
-@triton.jit
-def _affine(half, scale, offset):
-    """Return what the instructions of _pair() make of one half of a register, rounded once."""
-    code = half.to(tl.float16, bitcast=True).to(tl.float32) - 1024.0
-    return (code * scale.to(tl.float32) + offset.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
-def _pair(words, scale, offset, PAIR: tl.constexpr, INTERPRET: tl.constexpr):
-    """Return the values of codes 2 PAIR and 2 PAIR + 1 of each word, [rows, words, 2] in fp16.
-    scale, offset: of the two, [1, words] fp16 each."""
-    bits = words >> (4 * PAIR) & PAIRS | MAGIC
-    left_scale, right_scale = scale
-    left_offset, right_offset = offset
-    if INTERPRET:
-        left = _affine(bits.to(tl.int16), left_scale, left_offset)
-        right = _affine((bits >> 16).to(tl.int16), right_scale, right_offset)
-    else:
-        # The compiler would pair values of different words, and move each half first.
-        left, right = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 value, scale, offset, start;
-            mov.b32 scale, {$3, $4};
-            mov.b32 offset, {$5, $6};
-            mov.b32 start, 0x64006400;
-            sub.f16x2 value, $2, start;
-            fma.rn.f16x2 value, value, scale, offset;
-            mov.b32 {$0, $1}, value;
-            }""",
-            "=h,=h,r,h,h,h,h",
-            [bits, left_scale, right_scale, left_offset, right_offset],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    return tl.join(left, right)
-
-
-@triton.jit
-def _half(words, near, far, HALF: tl.constexpr, INTERPRET: tl.constexpr):
-    """Return values of rows 0 to 7 (HALF 0) or 8 to 15 (1) of each tile, transposed: [columns,
-    rows / 2]. near, far: of _in_units()."""
-    values = tl.join(
-        _pair(words, near[0], near[1], HALF, INTERPRET),
-        _pair(words, far[0], far[1], HALF + 2, INTERPRET),
-    )
-    # [rows, words, left or right, near or far]
-    values = tl.permute(values, (0, 1, 3, 2))
-    return tl.trans(tl.reshape(values, [words.shape[0], 4 * words.shape[1]]))
-
-
-@triton.jit
-def _load(ptr, place, is_seen):
-    value = tl.load(ptr.to(tl.pointer_type(tl.bfloat16)) + place).to(tl.float32)
-    # Metadata of tokens that were never written may be NaN, and a weight of 0 times NaN is NaN.
-    return tl.where(is_seen, value, 0.0)
-
-
-@triton.jit
-def _metadata(anchor_ptr, left, right, left_seen, right_seen, SCALE, OFFSET):
-    """Return scales and offsets, a pair each, of the left and the right codes of words, [words]
-    fp32. left, right: places in a row of metadata. Where these are not seen, 0."""
-    return (
-        (
-            _load(anchor_ptr + SCALE, left, left_seen),
-            _load(anchor_ptr + SCALE, right, right_seen),
-        ),
-        (
-            _load(anchor_ptr + OFFSET, left, left_seen),
-            _load(anchor_ptr + OFFSET, right, right_seen),
-        ),
-    )
-
-
-@triton.jit
-def _reach(metadata):
-    """Return the most that codes of each word can be."""
-    scale, offset = metadata
-    return tl.maximum(
-        tl.abs(offset[0]) + 15.0 * scale[0],
-        tl.abs(offset[1]) + 15.0 * scale[1],
-    )
+def column(place):
+    """Return the number of the column that stands at a place of an operand."""
+    return place // 16 * 16 + place % 4 // 2 * 8 + place % 16 // 4 * 2 + place % 2
 
 
 @triton.jit
@@ -150,109 +38,78 @@ def unit_of(largest):
     """Return (unit, 1 / unit): a power of two in which numbers up to `largest` are numbers of fp16,
     up to 2. A power of two rounds nothing."""
     # The exponent alone, which a reciprocal has with the other sign.
-    bits = tl.minimum(tl.maximum(largest, 1e-30), 1e38).to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(largest, LEAST_UNIT), 1e38).to(tl.int32, bitcast=True)
+    bits = bits & 0x7F800000
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _in_units(metadata, factor):
-    """Return scales and offsets times a factor, as fp16 [1, words]."""
-    scale, offset = metadata
-    return (
-        (
-            (scale[0] * factor).to(tl.float16)[None, :],
-            (scale[1] * factor).to(tl.float16)[None, :],
-        ),
-        (
-            (offset[0] * factor).to(tl.float16)[None, :],
-            (offset[1] * factor).to(tl.float16)[None, :],
-        ),
-    )
+def load_words(
+    ptr, first_group, stride_group, GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Load words [tiles / 4, 8 rows, 4 columns, 4 tiles] of an operand. Groups of 4 tiles follow
+    one another in memory, of which GROUPS belong to a row of tiles of this operand. first_group:
+    its first. stride_group: groups from one row of tiles to the next."""
+    group = tl.arange(0, ROWS * COLUMNS // 1024)
+    group = first_group + group // GROUPS * stride_group + group % GROUPS
+    # One contiguous dimension, so that each thread loads its 4 words at once.
+    words_ptr = ptr.to(tl.pointer_type(tl.int32)) + group[:, None] * 128
+    words = tl.load(words_ptr + tl.arange(0, 128)[None, :])
+    return tl.reshape(words, [ROWS * COLUMNS // 1024, 8, 4, 4])
 
 
 @triton.jit
-def _of_channels(
-    anchor_ptr,
-    chunk,
-    FAR: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
-    """Return _metadata() of K, of the near codes (FAR 0) or of those 8 channels farther (2)."""
-    place = tl.arange(0, HEAD_DIM // 4) * 4 + FAR
-    left = chunk * HEAD_DIM + locate_column(ordered(place), HEAD_DIM)
-    right = chunk * HEAD_DIM + locate_column(ordered(place + 1), HEAD_DIM)
-    return _metadata(anchor_ptr, left, right, place >= 0, place >= 0, SCALE, OFFSET)
+def _pair(bits):
+    """Return both halves of each word as fp16, in a new last dimension."""
+    left = bits.to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.join(left, (bits >> 16).to(tl.int16).to(tl.float16, bitcast=True))
 
 
 @triton.jit
-def _of_tokens(
-    anchor_ptr,
-    first,
-    num_seen,
-    FAR: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
-    """Return _metadata() of V, like _of_channels(). num_seen: as for load_v()."""
-    place = tl.arange(0, TILE_TOKENS // 4) * 4 + FAR
-    left, right = ordered(place), ordered(place + 1)
-    return _metadata(
-        anchor_ptr,
-        locate_row(first + left, PAGE_SIZE),
-        locate_row(first + right, PAGE_SIZE),
-        left < num_seen,
-        right < num_seen,
-        SCALE,
-        OFFSET,
-    )
+def _operand(near, near_below, far, far_below, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the operand of words that hold two elements each. near: those of columns 0 to 7 of
+    each tile. below: those of rows 8 to 15."""
+    upper = tl.join(_pair(near), _pair(far))
+    lower = tl.join(_pair(near_below), _pair(far_below))
+    values = tl.join(upper, lower)
+    row_tiles: tl.constexpr = ROWS // 16
+    groups: tl.constexpr = COLUMNS // 64
+    # [row tiles, groups, 8 rows, 4 columns, 4 tiles, left or right, near or far, upper or lower]
+    values = tl.reshape(values, [row_tiles, groups, 8, 4, 4, 2, 2, 2])
+    values = tl.permute(values, (0, 7, 2, 1, 4, 3, 6, 5))
+    return tl.reshape(values, [ROWS, COLUMNS])
 
 
 @triton.jit
-def load_k(
-    anchor_ptr,
-    first,
-    HEAD_DIM: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    CODES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Return K of TILE_TOKENS tokens from `first` on, a multiple of TILE_TOKENS, in two halves
-    [HEAD_DIM, TILE_TOKENS / 2] of tokens first_half() and 8 more, and the unit in which they are.
-    CODES to SCALE: byte offsets of fields."""
-    words = _load_words(anchor_ptr + CODES, first // 16, 0, TILE_TOKENS, HEAD_DIM, HEAD_DIM // 64)
-    near = _of_channels(anchor_ptr, first // K_CHUNK, 0, HEAD_DIM, SCALE, OFFSET)
-    far = _of_channels(anchor_ptr, first // K_CHUNK, 2, HEAD_DIM, SCALE, OFFSET)
-    unit, factor = unit_of(tl.max(tl.maximum(_reach(near), _reach(far)), axis=0))
-    near, far = _in_units(near, factor), _in_units(far, factor)
-    half = _half(words, near, far, 0, INTERPRET)
-    return half, _half(words, near, far, 1, INTERPRET), unit
+def codes_of(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return 4-bit codes. Rows 8 to 15 of each tile are 16 times as large, which saves a shift:
+    row_units() says by how much."""
+    far = words >> 8
+    return _operand(words & LOW, words & HIGH, far & LOW, far & HIGH, ROWS, COLUMNS)
 
 
 @triton.jit
-def load_v(
-    anchor_ptr,
-    first,
-    num_seen,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CODES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Return V of tokens as load_k() takes them, in two halves [TILE_TOKENS, HEAD_DIM / 2] of
-    channels first_half() and 8 more, and the unit in which they are. Tokens are in the order of
-    ordered(). Those from num_seen on, counted from `first`, are 0."""
-    group = first // TILE_TOKENS
-    words = _load_words(anchor_ptr + CODES, 0, group, HEAD_DIM, TILE_TOKENS, PAGE_SIZE // 64)
-    near = _of_tokens(anchor_ptr, first, num_seen, 0, PAGE_SIZE, SCALE, OFFSET)
-    far = _of_tokens(anchor_ptr, first, num_seen, 2, PAGE_SIZE, SCALE, OFFSET)
-    unit, factor = unit_of(tl.max(tl.maximum(_reach(near), _reach(far)), axis=0))
-    near, far = _in_units(near, factor), _in_units(far, factor)
-    half = _half(words, near, far, 0, INTERPRET)
-    return half, _half(words, near, far, 1, INTERPRET), unit
+def row_units(rows):
+    """Return what 1 of a code is in rows of codes_of()."""
+    return tl.where(rows // 8 % 2 == 0, CODE_UNIT, 16.0 * CODE_UNIT)
+
+
+@triton.jit
+def load_columns(ptr, COLUMNS: tl.constexpr, is_seen):
+    """Load bf16 metadata of all columns as fp32, in the order of column(). Where not is_seen, 0."""
+    place = tl.arange(0, COLUMNS)
+    values = tl.load(ptr.to(tl.pointer_type(tl.bfloat16)) + place, mask=is_seen, other=0.0)
+    values = tl.permute(tl.reshape(values, [4, COLUMNS // 16, 4]), (1, 0, 2))
+    return tl.reshape(values, [COLUMNS]).to(tl.float32)
+
+
+@triton.jit
+def load_rows_between(ptr, first, PAGE_SIZE: tl.constexpr):
+    """Load bf16 metadata of TILE_TOKENS tokens from `first` on, a multiple of TILE_TOKENS, as
+    fp32."""
+    tiles: tl.constexpr = TILE_TOKENS // 16
+    row = tl.arange(0, 8)[:, None] * (PAGE_SIZE // 8)
+    place = row + first // 8 + tl.arange(0, TILE_TOKENS // 8)[None, :]
+    values = tl.load(ptr.to(tl.pointer_type(tl.bfloat16)) + place)
+    values = tl.permute(tl.reshape(values, [8, tiles, 2]), (1, 2, 0))
+    return tl.reshape(values, [TILE_TOKENS]).to(tl.float32)

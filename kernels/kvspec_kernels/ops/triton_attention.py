@@ -1,4 +1,5 @@
-"""The portable back end: launches the Triton kernels of `jit/attention.py`."""
+"""The portable back end: launches the Triton kernels of `jit/attention.py` and
+`jit/word_attention.py`."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from kvspec_kernels.jit.attention import attention_kernel, merge_kernel
 from kvspec_kernels.jit.chunks import chunk_blocks
 from kvspec_kernels.jit.code_tiles import TILE_TOKENS
 from kvspec_kernels.jit.functions import kernel_function
+from kvspec_kernels.jit.word_attention import word_attention_kernel
 from kvspec_kernels.ops.attention_plan import AttentionPlan, Records, Source, Tail
 from kvspec_kernels.ops.device import is_large
 from kvspec_kernels.reference.codec import kernel_reference_of
@@ -32,6 +34,14 @@ NUM_STAGES = 1
 # Head sizes that jit/code_tiles.py takes: a group of 4 tiles must lie in one row of tiles. 256
 # channels would not fit registers.
 WORD_HEAD_DIMS = (64, 128)
+# Query rows up to which one warp is a program of jit/word_attention.py: its threads exchange no
+# more than products do. More rows take WIDE_ROWS and WIDE_WARPS.
+WARP_ROWS = 16
+WIDE_ROWS, WIDE_WARPS = 64, 4
+# Programs per multiprocessor, by warps of a program: as many as registers hold.
+WORD_PROGRAMS_PER_SM = {1: 10, WIDE_WARPS: 2}
+# Pages that a program of jit/word_attention.py has in flight, through shared memory.
+WORD_STAGES = 2
 INTERPRETED = not isinstance(attention_kernel, triton.runtime.JITFunction)
 TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -59,6 +69,7 @@ class Launch:
     num_items: int
     item_units: int
     num_warps: int
+    by_words: bool
 
     @property
     def num_rows(self) -> int:
@@ -67,34 +78,52 @@ class Launch:
 
     @classmethod
     def of(cls, plan: AttentionPlan) -> Launch:
-        block_d = max(16, triton.next_power_of_2(plan.head_dim))
-        wide, large = block_d > 128, is_large(plan.device)
-        rows = plan.max_qo_len * plan.group
+        by_words = decodes_words(plan)
+        block_m, of_sm, num_warps = (_word_sizes if by_words else _sizes)(plan)
+        wide = plan.head_dim > 128
         block_n = 64 if plan.page_size % 64 == 0 and not wide else 32
+        num_blocks = -(-plan.max_qo_len * plan.group // block_m)
         if plan.deterministic_pages is not None:
-            # Another tile could compile to instructions that add in another order.
-            block_m, item_units = most_rows(plan.head_dim), chunk_blocks(block_n)
+            item_units = chunk_blocks(block_n)
             units = plan.deterministic_pages * -(-plan.page_size // block_n)
-            num_blocks = -(-rows // block_m)
             num_items = units // item_units + plan.batch_size
         else:
-            block_m = min(max(16, triton.next_power_of_2(rows)), most_rows(plan.head_dim))
             item_units = 0
-            num_blocks = -(-rows // block_m)
-            of_sm = PROGRAMS_PER_SM[plan.source] if large else SMALL_PROGRAMS_PER_SM
             programs = of_sm * plan.num_sms
             num_items = plan.batch_size + -(-programs // (plan.num_kv_heads * num_blocks))
         return cls(
             block_m=block_m,
             block_n=block_n,
-            block_d=block_d,
+            block_d=max(16, triton.next_power_of_2(plan.head_dim)),
             num_blocks=num_blocks,
             num_items=num_items,
             item_units=item_units,
-            # Without Hopper's instructions, rows of 128 values take more registers than 4 warps
-            # have.
-            num_warps=8 if wide or (block_d == 128 and not large) else 4,
+            num_warps=num_warps,
+            by_words=by_words,
         )
+
+
+def _word_sizes(plan: AttentionPlan) -> tuple[int, int, int]:
+    """Return (query rows of a program, programs per multiprocessor, warps) of
+    jit/word_attention.py."""
+    rows = plan.max_qo_len * plan.group
+    # A deterministic plan has one tile: another could compile to instructions that add in another
+    # order.
+    if rows > WARP_ROWS or plan.deterministic_pages is not None:
+        return WIDE_ROWS, WORD_PROGRAMS_PER_SM[WIDE_WARPS], WIDE_WARPS
+    return max(8, triton.next_power_of_2(rows)), WORD_PROGRAMS_PER_SM[1], 1
+
+
+def _sizes(plan: AttentionPlan) -> tuple[int, int, int]:
+    """Return what _word_sizes() returns, of jit/attention.py."""
+    large, most = is_large(plan.device), most_rows(plan.head_dim)
+    # Without Hopper's instructions, rows of 128 values take more registers than 4 warps have.
+    num_warps = 8 if plan.head_dim > 128 or (plan.head_dim > 64 and not large) else 4
+    of_sm = PROGRAMS_PER_SM[plan.source] if large else SMALL_PROGRAMS_PER_SM
+    if plan.deterministic_pages is not None:
+        return most, of_sm, num_warps
+    rows = plan.max_qo_len * plan.group
+    return min(max(16, triton.next_power_of_2(rows)), most), of_sm, num_warps
 
 
 class TritonAttention:
@@ -113,6 +142,7 @@ class TritonAttention:
         num_values = num_states * plan.head_dim
         self._attention_grid = (sizes.num_items, plan.num_kv_heads, sizes.num_blocks)
         self._num_warps = sizes.num_warps
+        self._kernel = word_attention_kernel if sizes.by_words else attention_kernel
         # Arguments of both kernels.
         self._shared = {
             "partial_out_ptr": states[:num_values],
@@ -142,13 +172,9 @@ class TritonAttention:
             "indices_ptr": plan.indices,
             "LISTS_BY_HEAD": plan.has_lists_by_head,
             "stride_index": plan.indices.stride(0),
-            "table_ptr": _code_values(plan),
             "scale_log2": plan.sm_scale * math.log2(math.e),
-            "SOURCE": plan.source,
             "BLOCK_M": sizes.block_m,
-            "FINITE_MAX": torch.finfo(plan.q_dtype).max,
-            "BY_WORDS": decodes_words(plan, sizes),
-            **_record_constants(plan),
+            **(_word_constants(plan, sizes) if sizes.by_words else _code_constants(plan)),
         }
 
     @staticmethod
@@ -168,7 +194,7 @@ class TritonAttention:
         anchors, residuals, residual_slots = records
         tail_k, tail_v, *tail_index = tail or (None,) * 5
         tail_lens = tail_index[-1]
-        attention_kernel[self._attention_grid](
+        self._kernel[self._attention_grid](
             q_ptr=q,
             anchors_ptr=anchors,
             residuals_ptr=residuals,
@@ -217,31 +243,52 @@ def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
     return reference.code_values(plan.settings, plan.device, refined=plan.source == "int8")
 
 
-def decodes_words(plan: AttentionPlan, sizes: Launch) -> bool:
-    """Return True if jit/code_tiles.py decodes the records."""
+def decodes_words(plan: AttentionPlan) -> bool:
+    """Return True if jit/word_attention.py attends to the records."""
     decode = plan.settings.triton_decode(plan.page_size)
     return (
-        plan.source == "anchor"
+        plan.source != "exact"
         and decode.is_affine
         and plan.settings.anchor_bits == 4
+        and plan.page_size % TILE_TOKENS.value == 0
         and decode.chunks[0] % TILE_TOKENS.value == 0
         and plan.head_dim in WORD_HEAD_DIMS
-        and sizes.block_n == TILE_TOKENS.value
         and plan.q_dtype != torch.float32
     )
 
 
-def _record_constants(plan: AttentionPlan) -> dict[str, Any]:
-    """Return the decoding function, bits of a code, chunk sizes and byte offsets of the fields."""
+def _word_constants(plan: AttentionPlan, sizes: Launch) -> dict[str, Any]:
+    """Return the arguments that only jit/word_attention.py takes, and those of both."""
+    constants: dict[str, Any] = {
+        "REFINED": plan.source == "int8",
+        "STAGES": WORD_STAGES,
+        "AXIS": 0,
+        # As many as registers hold.
+        "TAIL_N": 16 * sizes.num_warps,
+    }
+    return constants | _record_constants(plan)
+
+
+def _code_constants(plan: AttentionPlan) -> dict[str, Any]:
+    """Return the arguments that only jit/attention.py takes, and those of both."""
+    decode = plan.settings.triton_decode(plan.page_size)
+    constants: dict[str, Any] = {
+        "table_ptr": _code_values(plan),
+        "SOURCE": plan.source,
+        "FINITE_MAX": torch.finfo(plan.q_dtype).max,
+        "DECODE": kernel_function(decode.function),
+        "ANCHOR_BITS": plan.settings.anchor_bits,
+        "V_CHUNK": decode.chunks[1],
+    }
+    return constants | _record_constants(plan)
+
+
+def _record_constants(plan: AttentionPlan) -> dict[str, int]:
+    """Return the chunk size of K and byte offsets of the fields."""
     anchor, residual = plan.anchor_layout, plan.residual_layout
     decode = plan.settings.triton_decode(plan.page_size)
     upgrade = "bits" if plan.source == "exact" else "codes"
-    constants: dict[str, Any] = {
-        "DECODE": kernel_function(decode.function),
-        "ANCHOR_BITS": plan.settings.anchor_bits,
-        "K_CHUNK": decode.chunks[0],
-        "V_CHUNK": decode.chunks[1],
-    }
+    constants = {"K_CHUNK": decode.chunks[0]}
     for part in ("k", "v"):
         name = part.upper()
         constants[f"{name}_CODES"] = anchor[f"{part}_codes"].offset

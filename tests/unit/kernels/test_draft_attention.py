@@ -12,7 +12,7 @@ import torch
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout
 from kvspec_kernels.ops.attention import DraftAttention, Tail, workspace_nbytes
 from kvspec_kernels.ops.attention_plan import AttentionPlan
-from kvspec_kernels.ops.triton_attention import Launch, decodes_words
+from kvspec_kernels.ops.triton_attention import decodes_words
 from kvspec_testkit.kernels.cases import AttentionCase, make_case, page_table, results_for
 from kvspec_testkit.kernels.comparison import assert_attention
 
@@ -94,7 +94,7 @@ def test_words_are_decoded_where_tiles_allow(shape, device):
         max_qo_len=1,
         num_sms=4,
     )
-    assert decodes_words(plan, Launch.of(plan)) == (shape in BY_WORDS)
+    assert decodes_words(plan) == (shape in BY_WORDS)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)

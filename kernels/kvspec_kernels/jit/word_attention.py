@@ -1,0 +1,335 @@
+"""Attention over 4-bit anchors of uniform4, also with their corrections, whose codes are products'
+operands as they are (`code_tiles.py`). Work items, states and semantics are those of
+`attention.py`.
+
+K is offset + scale * code with a scale for each channel, V with one for each token. So queries are
+scaled instead of K, and weights instead of V, and the offsets add the same to all tokens of a chunk
+or to all channels.
+
+Matrices of query rows and tokens, and of query rows and channels, have the query rows in dimension
+1 - AXIS. With AXIS 0, codes are left operands, which a thread decodes for itself, and 8 query rows
+suffice: for few rows. With AXIS 1, codes are right operands, through shared memory, and each warp
+has query rows of its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvspec_kernels.jit import code_tiles
+from kvspec_kernels.jit.attention import SIZES
+from kvspec_kernels.jit.pages import load_rows
+from kvspec_kernels.jit.rounding import operand, rounded
+from kvspec_kernels.jit.work_items import find_item
+
+TILE_TOKENS = code_tiles.TILE_TOKENS
+CODE_UNIT = code_tiles.CODE_UNIT
+# Weights of at most 1 are this much larger as fp16, in which small ones lose precision.
+WEIGHT_UNIT = tl.constexpr(1024.0)
+
+
+@triton.jit
+def product(codes, other, AXIS: tl.constexpr, INTERPRET: tl.constexpr):
+    """Return the product of codes [rows, columns] with query rows [columns, M], or [M, columns]."""
+    codes, other = operand(codes, INTERPRET), operand(other, INTERPRET)
+    if AXIS == 0:
+        return tl.dot(codes, other, input_precision="ieee")
+    else:
+        return tl.dot(other, tl.trans(codes), input_precision="ieee")
+
+
+@triton.jit
+def weigh(scores, top, AXIS: tl.constexpr):
+    """Return the weights of scores, the factor of earlier sums, and the new top [M] of the online
+    softmax. top: finite also if no token was seen."""
+    new_top = tl.maximum(top, tl.max(scores, axis=AXIS))
+    weights = tl.exp2(scores - tl.expand_dims(new_top, AXIS))
+    return weights, tl.exp2(top - new_top), new_top
+
+
+@triton.jit
+def partly_summed(weights, AXIS: tl.constexpr):
+    """Return sums of every eighth token, [8, M] or [M, 8]: those that a thread holds."""
+    if AXIS == 0:
+        parts = tl.reshape(weights, [weights.shape[0] // 8, 8, weights.shape[1]])
+    else:
+        parts = tl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 8])
+    return tl.sum(parts, axis=AXIS)
+
+
+@triton.jit
+def in_column_order(weights, AXIS: tl.constexpr):
+    """Return weights with their tokens in the order of code_tiles.column()."""
+    tiles: tl.constexpr = weights.shape[AXIS] // 16
+    rows: tl.constexpr = weights.shape[1 - AXIS]
+    # Token 8 h + 2 t + r of a tile stands at 4 t + 2 h + r.
+    if AXIS == 0:
+        halves = tl.reshape(weights, [tiles, 2, 4, 2, rows])
+        return tl.reshape(tl.permute(halves, (0, 2, 1, 3, 4)), weights.shape)
+    else:
+        halves = tl.reshape(weights, [rows, tiles, 2, 4, 2])
+        return tl.reshape(tl.permute(halves, (0, 1, 3, 2, 4)), weights.shape)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def word_attention_kernel(
+    q_ptr,
+    anchors_ptr,
+    residuals_ptr,
+    residual_slots_ptr,
+    indptr_ptr,
+    indices_ptr,
+    last_page_len_ptr,
+    qo_indptr_ptr,
+    tail_k_ptr,
+    tail_v_ptr,
+    tail_indptr_ptr,
+    tail_indices_ptr,
+    tail_lens_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    batch_size,
+    num_items,
+    num_rows,
+    scale_log2,
+    stride_q_token,
+    stride_q_head,
+    stride_anchor_page,
+    stride_anchor_head,
+    stride_residual_slot,
+    stride_residual_head,
+    stride_k_slot,
+    stride_k_token,
+    stride_k_head,
+    stride_v_slot,
+    stride_v_token,
+    stride_v_head,
+    stride_index: tl.constexpr,
+    LISTS_BY_HEAD: tl.constexpr,
+    REFINED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_OFFSET: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    K_RESIDUAL: tl.constexpr,
+    V_RESIDUAL: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ITEM_UNITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    AXIS: tl.constexpr,
+    TAIL_N: tl.constexpr,
+):
+    """Attend as attention_kernel() does, whose arguments these are. REFINED: with corrections.
+    BLOCK_N is TILE_TOKENS, BLOCK_D is HEAD_DIM. STAGES: pages in flight. TAIL_N: tokens of the tail
+    that a step takes."""
+    pid_item = tl.program_id(0)
+    pid_head = tl.program_id(1)
+    pid_block = tl.program_id(2)
+
+    request, unit_begin, unit_end, past_len, tail_len, past_units = find_item(
+        pid_item,
+        batch_size,
+        num_items,
+        indptr_ptr,
+        last_page_len_ptr,
+        tail_lens_ptr,
+        PAGE_SIZE=PAGE_SIZE,
+        BLOCK_N=BLOCK_N,
+        BLOCK_B=BLOCK_B,
+        ITEM_UNITS=ITEM_UNITS,
+    )
+    if request >= batch_size:
+        return
+    q_begin = request * ROWS
+    q_len = ROWS
+    if qo_indptr_ptr is not None:
+        q_begin = tl.load(qo_indptr_ptr + request)
+        q_len = tl.load(qo_indptr_ptr + request + 1) - q_begin
+    if pid_block * BLOCK_M >= q_len * GROUP:
+        return
+
+    offs_m = pid_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_m = offs_m < q_len * GROUP
+    q_rows = (q_begin + offs_m // GROUP).to(tl.int64) * stride_q_token
+    q_rows += (pid_head * GROUP + offs_m % GROUP) * stride_q_head
+    q_rows_ptr = q_ptr + tl.expand_dims(q_rows, AXIS)
+    mask_q = tl.expand_dims(mask_m, AXIS)
+    columns = code_tiles.column(offs_d)
+    wide_q = tl.load(q_rows_ptr + tl.expand_dims(columns, 1 - AXIS), mask=mask_q, other=0.0)
+    wide_q = wide_q.to(tl.float32)
+    unit_q, factor_q = code_tiles.unit_of(tl.max(tl.abs(wide_q), axis=AXIS))
+    q = (wide_q * tl.expand_dims(factor_q, AXIS)).to(tl.float16)
+    ones = tl.full([16, BLOCK_D], 1.0, tl.float16)
+    # Scales are in units of 16 codes: products have numbers of fp16 up to 4.
+    score_units = 0.0625 / code_tiles.row_units(offs_n)
+    out_units = 1.0 / (WEIGHT_UNIT * code_tiles.row_units(offs_d))
+
+    # Sums of weights times codes, in units of unit_v, and of weights and weights times offsets.
+    if AXIS == 0:
+        acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
+        total = tl.zeros([8, BLOCK_M], dtype=tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        total = tl.zeros([BLOCK_M, 8], dtype=tl.float32)
+    offsets = total
+    top = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
+    largest_v = tl.full((), 0.0, tl.float32)
+    unit_v, _ = code_tiles.unit_of(largest_v)
+
+    page_list_ptr = indices_ptr + tl.load(indptr_ptr + request)
+    if LISTS_BY_HEAD:
+        first_index = tl.load(indptr_ptr + request).to(tl.int64) * stride_index
+        page_list_ptr = indices_ptr + first_index + pid_head
+    for unit in tl.range(unit_begin, tl.minimum(unit_end, past_units), num_stages=STAGES):
+        first = unit * BLOCK_N % PAGE_SIZE
+        num_seen = past_len - unit * BLOCK_N
+        if LISTS_BY_HEAD:
+            index = unit * BLOCK_N // PAGE_SIZE * stride_index
+            page = tl.load(page_list_ptr + index).to(tl.int64)
+            num_seen = tl.where(page >= 0, num_seen, 0)
+            page = tl.maximum(page, 0)
+        else:
+            page = tl.load(page_list_ptr + unit * BLOCK_N // PAGE_SIZE).to(tl.int64)
+        anchor_ptr = anchors_ptr + page * stride_anchor_page + pid_head * stride_anchor_head
+        k_words = code_tiles.load_words(
+            anchor_ptr + K_CODES,
+            first * BLOCK_D // 1024,
+            BLOCK_D // 64,
+            GROUPS=BLOCK_D // 64,
+            ROWS=BLOCK_N,
+            COLUMNS=BLOCK_D,
+        )
+        v_words = code_tiles.load_words(
+            anchor_ptr + V_CODES,
+            first // 64,
+            PAGE_SIZE // 64,
+            GROUPS=1,
+            ROWS=BLOCK_D,
+            COLUMNS=BLOCK_N,
+        )
+        # Metadata of tokens that were never written may be NaN, and a weight of 0 times NaN is NaN.
+        mask_n = offs_n < num_seen
+        chunk = first // K_CHUNK * (BLOCK_D * 2)
+        k_scale = code_tiles.load_columns(anchor_ptr + K_SCALE + chunk, BLOCK_D, num_seen > 0)
+        k_offset = code_tiles.load_columns(anchor_ptr + K_OFFSET + chunk, BLOCK_D, num_seen > 0)
+        v_scale = code_tiles.load_rows_between(anchor_ptr + V_SCALE, first, PAGE_SIZE)
+        v_offset = code_tiles.load_rows_between(anchor_ptr + V_OFFSET, first, PAGE_SIZE)
+        v_scale = tl.where(mask_n, v_scale, 0.0)
+        v_offset = tl.where(mask_n, v_offset, 0.0)
+        if REFINED:
+            slot = tl.load(residual_slots_ptr + page).to(tl.int64)
+            residual_ptr = residuals_ptr + slot * stride_residual_slot
+            residual_ptr += pid_head * stride_residual_head
+            k_corrections = code_tiles.load_words(
+                residual_ptr + K_RESIDUAL,
+                first * BLOCK_D // 1024,
+                BLOCK_D // 64,
+                GROUPS=BLOCK_D // 64,
+                ROWS=BLOCK_N,
+                COLUMNS=BLOCK_D,
+            )
+            v_corrections = code_tiles.load_words(
+                residual_ptr + V_RESIDUAL,
+                first // 64,
+                PAGE_SIZE // 64,
+                GROUPS=1,
+                ROWS=BLOCK_D,
+                COLUMNS=BLOCK_N,
+            )
+            # Corrections are signed. Their codes are 8 more.
+            k_offset -= 0.5 * k_scale
+            v_offset -= 0.5 * v_scale
+
+        reach = tl.maximum(16.0 * tl.abs(k_scale), tl.abs(k_offset))
+        unit_k, factor_k = code_tiles.unit_of(tl.max(reach, axis=0))
+        small_scale = tl.expand_dims((k_scale * (factor_k * 16.0)).to(tl.float16), 1 - AXIS)
+        small_offset = tl.expand_dims((k_offset * factor_k).to(tl.float16), 1 - AXIS)
+        scaled_q = q * small_scale
+        k = code_tiles.codes_of(k_words, BLOCK_N, BLOCK_D)
+        scores = product(k, scaled_q, AXIS=AXIS, INTERPRET=INTERPRET)
+        if REFINED:
+            k = code_tiles.codes_of(k_corrections ^ code_tiles.SIGNS, BLOCK_N, BLOCK_D)
+            scores += 0.0625 * product(k, scaled_q, AXIS=AXIS, INTERPRET=INTERPRET)
+        # 16 equal sums of q times offsets.
+        shift = product(ones, q * small_offset, AXIS=AXIS, INTERPRET=INTERPRET)
+        factor = scale_log2 * unit_q * unit_k
+        shift = tl.expand_dims(tl.max(shift, axis=AXIS) * factor, AXIS)
+        factor = tl.expand_dims(score_units, 1 - AXIS) * tl.expand_dims(factor, AXIS)
+        scores = scores * factor + shift
+        scores = tl.where(tl.expand_dims(mask_n, 1 - AXIS), scores, float("-inf"))
+        weights, shrink, top = weigh(scores, top, AXIS=AXIS)
+        total = total * tl.expand_dims(shrink, AXIS) + partly_summed(weights, AXIS)
+        moved = weights * tl.expand_dims(v_offset, 1 - AXIS)
+        offsets = offsets * tl.expand_dims(shrink, AXIS) + partly_summed(moved, AXIS)
+
+        largest_v = tl.maximum(largest_v, tl.max(tl.abs(v_scale), axis=0))
+        old_unit = unit_v
+        unit_v, factor_v = code_tiles.unit_of(largest_v)
+        weights *= tl.expand_dims(v_scale * (factor_v * WEIGHT_UNIT), 1 - AXIS)
+        weights = in_column_order(weights.to(tl.float16), AXIS=AXIS)
+        acc *= tl.expand_dims(shrink * (old_unit * factor_v), AXIS)
+        v = code_tiles.codes_of(v_words, BLOCK_D, BLOCK_N)
+        acc += product(v, weights, AXIS=AXIS, INTERPRET=INTERPRET)
+        if REFINED:
+            v = code_tiles.codes_of(v_corrections ^ code_tiles.SIGNS, BLOCK_D, BLOCK_N)
+            acc += product(v, weights * 0.0625, AXIS=AXIS, INTERPRET=INTERPRET)
+    acc *= tl.expand_dims(out_units * unit_v, 1 - AXIS)
+    acc += tl.expand_dims(tl.sum(offsets, axis=AXIS), AXIS)
+    total_m = tl.sum(total, axis=AXIS)
+
+    if tail_lens_ptr is not None:
+        model_q = tl.load(q_rows_ptr + tl.expand_dims(offs_d, 1 - AXIS), mask=mask_q, other=0.0)
+        model_q = rounded(model_q.to(tl.float32), DTYPE, INTERPRET)
+        slot_list_ptr = tail_indices_ptr + tl.load(tail_indptr_ptr + request)
+        num_seen = tail_len - q_len + offs_m // GROUP + 1
+        offs_tail = tl.arange(0, TAIL_N)
+        begin = (tl.maximum(unit_begin, past_units) - past_units) * BLOCK_N
+        end = tl.minimum((unit_end - past_units) * BLOCK_N, tail_len)
+        for token in range(begin, end, TAIL_N):
+            slot = tl.load(slot_list_ptr + token // PAGE_SIZE).to(tl.int64)
+            k, v = load_rows(
+                tail_k_ptr + slot * stride_k_slot + pid_head * stride_k_head,
+                tail_v_ptr + slot * stride_v_slot + pid_head * stride_v_head,
+                token % PAGE_SIZE + offs_tail,
+                token + offs_tail < tail_len,
+                offs_d,
+                stride_k_token,
+                stride_v_token,
+                HEAD_DIM=HEAD_DIM,
+                DTYPE=DTYPE,
+                INTERPRET=INTERPRET,
+            )
+            scores = product(tl.trans(k), model_q, AXIS=AXIS, INTERPRET=INTERPRET) * scale_log2
+            visible = tl.expand_dims(token + offs_tail, 1 - AXIS) < tl.expand_dims(num_seen, AXIS)
+            weights, shrink, top = weigh(tl.where(visible, scores, float("-inf")), top, AXIS=AXIS)
+            total_m = total_m * shrink + tl.sum(weights, axis=AXIS)
+            weights = rounded(weights, DTYPE, INTERPRET)
+            acc *= tl.expand_dims(shrink, AXIS)
+            acc += product(tl.trans(v), weights, AXIS=AXIS, INTERPRET=INTERPRET)
+
+    nothing = total_m == 0.0
+    divisor = tl.where(nothing, 1.0, total_m)
+    lse = tl.where(nothing, float("-inf"), top + tl.log2(divisor))
+    row = (pid_item.to(tl.int64) * NUM_KV_HEADS + pid_head) * num_rows + offs_m
+    tl.store(partial_lse_ptr + row, lse, mask=mask_m)
+    tl.store(
+        partial_out_ptr + tl.expand_dims(row * HEAD_DIM, AXIS) + tl.expand_dims(offs_d, 1 - AXIS),
+        acc / tl.expand_dims(divisor, AXIS),
+        mask=mask_q,
+    )
