@@ -23,8 +23,6 @@ CODE_UNIT = tl.constexpr(2.0**-24)
 LEAST_UNIT = tl.constexpr(2.0**-60)
 LOW = tl.constexpr(0x000F000F)
 HIGH = tl.constexpr(0x00F000F0)
-# The highest bit of every code.
-SIGNS = tl.constexpr(-0x77777778)
 
 
 @triton.jit
@@ -109,7 +107,9 @@ def load_rows_between(ptr, first, PAGE_SIZE: tl.constexpr):
     fp32."""
     tiles: tl.constexpr = TILE_TOKENS // 16
     row = tl.arange(0, 8)[:, None] * (PAGE_SIZE // 8)
-    place = row + first // 8 + tl.arange(0, TILE_TOKENS // 8)[None, :]
+    # Otherwise each value is a load of its own, which cannot be ahead of its use.
+    start = tl.multiple_of(first // 8, 8)
+    place = row + start + tl.arange(0, TILE_TOKENS // 8)[None, :]
     values = tl.load(ptr.to(tl.pointer_type(tl.bfloat16)) + place)
     values = tl.permute(tl.reshape(values, [8, tiles, 2]), (1, 2, 0))
     return tl.reshape(values, [TILE_TOKENS]).to(tl.float32)

@@ -1,15 +1,10 @@
-"""Attention over 4-bit anchors of uniform4, also with their corrections, whose codes are products'
-operands as they are (`code_tiles.py`). Work items, states and semantics are those of
-`attention.py`.
+"""Draft attention over 4-bit anchors of uniform4 for few query rows, with codes as operands of
+products (`code_tiles.py`). Work items, states and semantics are those of `attention.py`.
 
 K is offset + scale * code with a scale for each channel, V with one for each token. So queries are
 scaled instead of K, and weights instead of V, and the offsets add the same to all tokens of a chunk
-or to all channels.
-
-Matrices of query rows and tokens, and of query rows and channels, have the query rows in dimension
-1 - AXIS. With AXIS 0, codes are left operands, which a thread decodes for itself, and 8 query rows
-suffice: for few rows. With AXIS 1, codes are right operands, through shared memory, and each warp
-has query rows of its own.
+or to all channels. A program is one warp, whose threads decode what they multiply. Tokens and
+channels are in the rows of matrices and query rows in the columns, of which 8 suffice.
 """
 
 from __future__ import annotations
@@ -30,54 +25,38 @@ WEIGHT_UNIT = tl.constexpr(1024.0)
 
 
 @triton.jit
-def product(codes, other, AXIS: tl.constexpr, INTERPRET: tl.constexpr):
-    """Return the product of codes [rows, columns] with query rows [columns, M], or [M, columns]."""
-    codes, other = operand(codes, INTERPRET), operand(other, INTERPRET)
-    if AXIS == 0:
-        return tl.dot(codes, other, input_precision="ieee")
-    else:
-        return tl.dot(other, tl.trans(codes), input_precision="ieee")
+def product(rows, columns, INTERPRET: tl.constexpr):
+    return tl.dot(operand(rows, INTERPRET), operand(columns, INTERPRET), input_precision="ieee")
 
 
 @triton.jit
-def weigh(scores, top, AXIS: tl.constexpr):
-    """Return the weights of scores, the factor of earlier sums, and the new top [M] of the online
-    softmax. top: finite also if no token was seen."""
-    new_top = tl.maximum(top, tl.max(scores, axis=AXIS))
-    weights = tl.exp2(scores - tl.expand_dims(new_top, AXIS))
-    return weights, tl.exp2(top - new_top), new_top
+def weigh(scores, top):
+    """Return the weights of scores [N, M], the factor of earlier sums, and the new top [M] of the
+    online softmax. top: finite also if no token was seen."""
+    new_top = tl.maximum(top, tl.max(scores, axis=0))
+    return tl.exp2(scores - new_top[None, :]), tl.exp2(top - new_top), new_top
 
 
 @triton.jit
-def partly_summed(weights, AXIS: tl.constexpr):
-    """Return sums of every eighth token, [8, M] or [M, 8]: those that a thread holds."""
-    if AXIS == 0:
-        parts = tl.reshape(weights, [weights.shape[0] // 8, 8, weights.shape[1]])
-    else:
-        parts = tl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 8])
-    return tl.sum(parts, axis=AXIS)
+def partly_summed(weights):
+    """Return sums [8, M] of every eighth token of weights [N, M]: those that a thread holds."""
+    parts: tl.constexpr = weights.shape[0] // 8
+    return tl.sum(tl.reshape(weights, [parts, 8, weights.shape[1]]), axis=0)
 
 
 @triton.jit
-def in_column_order(weights, AXIS: tl.constexpr):
-    """Return weights with their tokens in the order of code_tiles.column()."""
-    tiles: tl.constexpr = weights.shape[AXIS] // 16
-    rows: tl.constexpr = weights.shape[1 - AXIS]
+def in_column_order(weights):
+    """Return weights [N, M] with their tokens in the order of code_tiles.column()."""
+    tiles: tl.constexpr = weights.shape[0] // 16
     # Token 8 h + 2 t + r of a tile stands at 4 t + 2 h + r.
-    if AXIS == 0:
-        halves = tl.reshape(weights, [tiles, 2, 4, 2, rows])
-        return tl.reshape(tl.permute(halves, (0, 2, 1, 3, 4)), weights.shape)
-    else:
-        halves = tl.reshape(weights, [rows, tiles, 2, 4, 2])
-        return tl.reshape(tl.permute(halves, (0, 1, 3, 2, 4)), weights.shape)
+    halves = tl.reshape(weights, [tiles, 2, 4, 2, weights.shape[1]])
+    return tl.reshape(tl.permute(halves, (0, 2, 1, 3, 4)), weights.shape)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def word_attention_kernel(
     q_ptr,
     anchors_ptr,
-    residuals_ptr,
-    residual_slots_ptr,
     indptr_ptr,
     indices_ptr,
     last_page_len_ptr,
@@ -97,8 +76,6 @@ def word_attention_kernel(
     stride_q_head,
     stride_anchor_page,
     stride_anchor_head,
-    stride_residual_slot,
-    stride_residual_head,
     stride_k_slot,
     stride_k_token,
     stride_k_head,
@@ -107,7 +84,6 @@ def word_attention_kernel(
     stride_v_head,
     stride_index: tl.constexpr,
     LISTS_BY_HEAD: tl.constexpr,
-    REFINED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -120,8 +96,6 @@ def word_attention_kernel(
     V_CODES: tl.constexpr,
     V_OFFSET: tl.constexpr,
     V_SCALE: tl.constexpr,
-    K_RESIDUAL: tl.constexpr,
-    V_RESIDUAL: tl.constexpr,
     DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -130,12 +104,11 @@ def word_attention_kernel(
     BLOCK_B: tl.constexpr,
     ITEM_UNITS: tl.constexpr,
     STAGES: tl.constexpr,
-    AXIS: tl.constexpr,
     TAIL_N: tl.constexpr,
 ):
-    """Attend as attention_kernel() does, whose arguments these are. REFINED: with corrections.
-    BLOCK_N is TILE_TOKENS, BLOCK_D is HEAD_DIM. STAGES: pages in flight. TAIL_N: tokens of the tail
-    that a step takes."""
+    """Attend as attention_kernel() does, whose arguments these are. BLOCK_N is TILE_TOKENS, BLOCK_D
+    is HEAD_DIM. STAGES: pages in flight, through shared memory. TAIL_N: tokens of the tail that a
+    step takes."""
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
     pid_block = tl.program_id(2)
@@ -168,25 +141,21 @@ def word_attention_kernel(
     mask_m = offs_m < q_len * GROUP
     q_rows = (q_begin + offs_m // GROUP).to(tl.int64) * stride_q_token
     q_rows += (pid_head * GROUP + offs_m % GROUP) * stride_q_head
-    q_rows_ptr = q_ptr + tl.expand_dims(q_rows, AXIS)
-    mask_q = tl.expand_dims(mask_m, AXIS)
+    q_rows_ptr = q_ptr + q_rows[None, :]
+    mask_q = mask_m[None, :]
     columns = code_tiles.column(offs_d)
-    wide_q = tl.load(q_rows_ptr + tl.expand_dims(columns, 1 - AXIS), mask=mask_q, other=0.0)
+    wide_q = tl.load(q_rows_ptr + columns[:, None], mask=mask_q, other=0.0)
     wide_q = wide_q.to(tl.float32)
-    unit_q, factor_q = code_tiles.unit_of(tl.max(tl.abs(wide_q), axis=AXIS))
-    q = (wide_q * tl.expand_dims(factor_q, AXIS)).to(tl.float16)
+    unit_q, factor_q = code_tiles.unit_of(tl.max(tl.abs(wide_q), axis=0))
+    q = (wide_q * factor_q[None, :]).to(tl.float16)
     ones = tl.full([16, BLOCK_D], 1.0, tl.float16)
     # Scales are in units of 16 codes: products have numbers of fp16 up to 4.
     score_units = 0.0625 / code_tiles.row_units(offs_n)
     out_units = 1.0 / (WEIGHT_UNIT * code_tiles.row_units(offs_d))
 
     # Sums of weights times codes, in units of unit_v, and of weights and weights times offsets.
-    if AXIS == 0:
-        acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
-        total = tl.zeros([8, BLOCK_M], dtype=tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-        total = tl.zeros([BLOCK_M, 8], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
+    total = tl.zeros([8, BLOCK_M], dtype=tl.float32)
     offsets = total
     top = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
     largest_v = tl.full((), 0.0, tl.float32)
@@ -232,69 +201,32 @@ def word_attention_kernel(
         v_offset = code_tiles.load_rows_between(anchor_ptr + V_OFFSET, first, PAGE_SIZE)
         v_scale = tl.where(mask_n, v_scale, 0.0)
         v_offset = tl.where(mask_n, v_offset, 0.0)
-        if REFINED:
-            slot = tl.load(residual_slots_ptr + page).to(tl.int64)
-            residual_ptr = residuals_ptr + slot * stride_residual_slot
-            residual_ptr += pid_head * stride_residual_head
-            k_corrections = code_tiles.load_words(
-                residual_ptr + K_RESIDUAL,
-                first * BLOCK_D // 1024,
-                BLOCK_D // 64,
-                GROUPS=BLOCK_D // 64,
-                ROWS=BLOCK_N,
-                COLUMNS=BLOCK_D,
-            )
-            v_corrections = code_tiles.load_words(
-                residual_ptr + V_RESIDUAL,
-                first // 64,
-                PAGE_SIZE // 64,
-                GROUPS=1,
-                ROWS=BLOCK_D,
-                COLUMNS=BLOCK_N,
-            )
-            # Corrections are signed. Their codes are 8 more.
-            k_offset -= 0.5 * k_scale
-            v_offset -= 0.5 * v_scale
-
         reach = tl.maximum(16.0 * tl.abs(k_scale), tl.abs(k_offset))
         unit_k, factor_k = code_tiles.unit_of(tl.max(reach, axis=0))
-        small_scale = tl.expand_dims((k_scale * (factor_k * 16.0)).to(tl.float16), 1 - AXIS)
-        small_offset = tl.expand_dims((k_offset * factor_k).to(tl.float16), 1 - AXIS)
-        scaled_q = q * small_scale
+        small_scale = (k_scale * (factor_k * 16.0)).to(tl.float16)
+        small_offset = (k_offset * factor_k).to(tl.float16)
         k = code_tiles.codes_of(k_words, BLOCK_N, BLOCK_D)
-        scores = product(k, scaled_q, AXIS=AXIS, INTERPRET=INTERPRET)
-        if REFINED:
-            k = code_tiles.codes_of(k_corrections ^ code_tiles.SIGNS, BLOCK_N, BLOCK_D)
-            scores += 0.0625 * product(k, scaled_q, AXIS=AXIS, INTERPRET=INTERPRET)
-        # 16 equal sums of q times offsets.
-        shift = product(ones, q * small_offset, AXIS=AXIS, INTERPRET=INTERPRET)
+        scores = product(k, q * small_scale[:, None], INTERPRET)
+        # 16 equal rows of q times offsets.
+        shift = tl.max(product(ones, q * small_offset[:, None], INTERPRET), axis=0)
         factor = scale_log2 * unit_q * unit_k
-        shift = tl.expand_dims(tl.max(shift, axis=AXIS) * factor, AXIS)
-        factor = tl.expand_dims(score_units, 1 - AXIS) * tl.expand_dims(factor, AXIS)
-        scores = scores * factor + shift
-        scores = tl.where(tl.expand_dims(mask_n, 1 - AXIS), scores, float("-inf"))
-        weights, shrink, top = weigh(scores, top, AXIS=AXIS)
-        total = total * tl.expand_dims(shrink, AXIS) + partly_summed(weights, AXIS)
-        moved = weights * tl.expand_dims(v_offset, 1 - AXIS)
-        offsets = offsets * tl.expand_dims(shrink, AXIS) + partly_summed(moved, AXIS)
+        scores = scores * (score_units[:, None] * factor[None, :]) + (shift * factor)[None, :]
+        weights, shrink, top = weigh(tl.where(mask_n[:, None], scores, float("-inf")), top)
+        total = total * shrink[None, :] + partly_summed(weights)
+        offsets = offsets * shrink[None, :] + partly_summed(weights * v_offset[:, None])
 
         largest_v = tl.maximum(largest_v, tl.max(tl.abs(v_scale), axis=0))
         old_unit = unit_v
         unit_v, factor_v = code_tiles.unit_of(largest_v)
-        weights *= tl.expand_dims(v_scale * (factor_v * WEIGHT_UNIT), 1 - AXIS)
-        weights = in_column_order(weights.to(tl.float16), AXIS=AXIS)
-        acc *= tl.expand_dims(shrink * (old_unit * factor_v), AXIS)
+        weights *= (v_scale * (factor_v * WEIGHT_UNIT))[:, None]
+        acc *= (shrink * (old_unit * factor_v))[None, :]
         v = code_tiles.codes_of(v_words, BLOCK_D, BLOCK_N)
-        acc += product(v, weights, AXIS=AXIS, INTERPRET=INTERPRET)
-        if REFINED:
-            v = code_tiles.codes_of(v_corrections ^ code_tiles.SIGNS, BLOCK_D, BLOCK_N)
-            acc += product(v, weights * 0.0625, AXIS=AXIS, INTERPRET=INTERPRET)
-    acc *= tl.expand_dims(out_units * unit_v, 1 - AXIS)
-    acc += tl.expand_dims(tl.sum(offsets, axis=AXIS), AXIS)
-    total_m = tl.sum(total, axis=AXIS)
+        acc += product(v, in_column_order(weights.to(tl.float16)), INTERPRET)
+    acc = acc * (out_units * unit_v)[:, None] + tl.sum(offsets, axis=0)[None, :]
+    total_m = tl.sum(total, axis=0)
 
     if tail_lens_ptr is not None:
-        model_q = tl.load(q_rows_ptr + tl.expand_dims(offs_d, 1 - AXIS), mask=mask_q, other=0.0)
+        model_q = tl.load(q_rows_ptr + offs_d[:, None], mask=mask_q, other=0.0)
         model_q = rounded(model_q.to(tl.float32), DTYPE, INTERPRET)
         slot_list_ptr = tail_indices_ptr + tl.load(tail_indptr_ptr + request)
         num_seen = tail_len - q_len + offs_m // GROUP + 1
@@ -315,13 +247,13 @@ def word_attention_kernel(
                 DTYPE=DTYPE,
                 INTERPRET=INTERPRET,
             )
-            scores = product(tl.trans(k), model_q, AXIS=AXIS, INTERPRET=INTERPRET) * scale_log2
-            visible = tl.expand_dims(token + offs_tail, 1 - AXIS) < tl.expand_dims(num_seen, AXIS)
-            weights, shrink, top = weigh(tl.where(visible, scores, float("-inf")), top, AXIS=AXIS)
-            total_m = total_m * shrink + tl.sum(weights, axis=AXIS)
+            scores = product(tl.trans(k), model_q, INTERPRET) * scale_log2
+            visible = (token + offs_tail)[:, None] < num_seen[None, :]
+            weights, shrink, top = weigh(tl.where(visible, scores, float("-inf")), top)
+            total_m = total_m * shrink + tl.sum(weights, axis=0)
             weights = rounded(weights, DTYPE, INTERPRET)
-            acc *= tl.expand_dims(shrink, AXIS)
-            acc += product(tl.trans(v), weights, AXIS=AXIS, INTERPRET=INTERPRET)
+            acc *= shrink[None, :]
+            acc += product(tl.trans(v), weights, INTERPRET)
 
     nothing = total_m == 0.0
     divisor = tl.where(nothing, 1.0, total_m)
@@ -329,7 +261,7 @@ def word_attention_kernel(
     row = (pid_item.to(tl.int64) * NUM_KV_HEADS + pid_head) * num_rows + offs_m
     tl.store(partial_lse_ptr + row, lse, mask=mask_m)
     tl.store(
-        partial_out_ptr + tl.expand_dims(row * HEAD_DIM, AXIS) + tl.expand_dims(offs_d, 1 - AXIS),
-        acc / tl.expand_dims(divisor, AXIS),
+        partial_out_ptr + row[None, :] * HEAD_DIM + offs_d[:, None],
+        acc / divisor[None, :],
         mask=mask_q,
     )

@@ -34,14 +34,17 @@ NUM_STAGES = 1
 # Head sizes that jit/code_tiles.py takes: a group of 4 tiles must lie in one row of tiles. 256
 # channels would not fit registers.
 WORD_HEAD_DIMS = (64, 128)
-# Query rows up to which one warp is a program of jit/word_attention.py: its threads exchange no
-# more than products do. More rows take WIDE_ROWS and WIDE_WARPS.
-WARP_ROWS = 16
-WIDE_ROWS, WIDE_WARPS = 64, 4
-# Programs per multiprocessor, by warps of a program: as many as registers hold.
-WORD_PROGRAMS_PER_SM = {1: 10, WIDE_WARPS: 2}
-# Pages that a program of jit/word_attention.py has in flight, through shared memory.
-WORD_STAGES = 2
+# Query rows of a program of jit/word_attention.py, one warp: with more, registers do not hold sums.
+WORD_ROWS = 16
+# Programs per multiprocessor: twice as many as registers hold, as they do not end at once. An H200
+# with 16 requests of 32K tokens takes 260 us with 16 and 320 us with 8.
+WORD_PROGRAMS_PER_SM = 16
+# Pages that a program has in flight.
+WORD_STAGES = 3
+# Registers of a thread, of which 12 programs have as many as a multiprocessor.
+WORD_REGISTERS = 168
+# Tokens of the tail that a step of a program takes.
+WORD_TAIL = 16
 INTERPRETED = not isinstance(attention_kernel, triton.runtime.JITFunction)
 TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -107,11 +110,7 @@ def _word_sizes(plan: AttentionPlan) -> tuple[int, int, int]:
     """Return (query rows of a program, programs per multiprocessor, warps) of
     jit/word_attention.py."""
     rows = plan.max_qo_len * plan.group
-    # A deterministic plan has one tile: another could compile to instructions that add in another
-    # order.
-    if rows > WARP_ROWS or plan.deterministic_pages is not None:
-        return WIDE_ROWS, WORD_PROGRAMS_PER_SM[WIDE_WARPS], WIDE_WARPS
-    return max(8, triton.next_power_of_2(rows)), WORD_PROGRAMS_PER_SM[1], 1
+    return max(8, triton.next_power_of_2(rows)), WORD_PROGRAMS_PER_SM, 1
 
 
 def _sizes(plan: AttentionPlan) -> tuple[int, int, int]:
@@ -121,6 +120,7 @@ def _sizes(plan: AttentionPlan) -> tuple[int, int, int]:
     num_warps = 8 if plan.head_dim > 128 or (plan.head_dim > 64 and not large) else 4
     of_sm = PROGRAMS_PER_SM[plan.source] if large else SMALL_PROGRAMS_PER_SM
     if plan.deterministic_pages is not None:
+        # Another tile could compile to instructions that add in another order.
         return most, of_sm, num_warps
     rows = plan.max_qo_len * plan.group
     return min(max(16, triton.next_power_of_2(rows)), most), of_sm, num_warps
@@ -142,7 +142,7 @@ class TritonAttention:
         num_values = num_states * plan.head_dim
         self._attention_grid = (sizes.num_items, plan.num_kv_heads, sizes.num_blocks)
         self._num_warps = sizes.num_warps
-        self._kernel = word_attention_kernel if sizes.by_words else attention_kernel
+        self._by_words = sizes.by_words
         # Arguments of both kernels.
         self._shared = {
             "partial_out_ptr": states[:num_values],
@@ -174,7 +174,7 @@ class TritonAttention:
             "stride_index": plan.indices.stride(0),
             "scale_log2": plan.sm_scale * math.log2(math.e),
             "BLOCK_M": sizes.block_m,
-            **(_word_constants(plan, sizes) if sizes.by_words else _code_constants(plan)),
+            **(_word_constants if sizes.by_words else _code_constants)(plan),
         }
 
     @staticmethod
@@ -194,25 +194,30 @@ class TritonAttention:
         anchors, residuals, residual_slots = records
         tail_k, tail_v, *tail_index = tail or (None,) * 5
         tail_lens = tail_index[-1]
-        self._kernel[self._attention_grid](
-            q_ptr=q,
-            anchors_ptr=anchors,
-            residuals_ptr=residuals,
-            residual_slots_ptr=residual_slots,
-            tail_k_ptr=tail_k,
-            tail_v_ptr=tail_v,
-            tail_indptr_ptr=tail_index[0],
-            tail_indices_ptr=tail_index[1],
-            tail_lens_ptr=tail_lens,
+        inputs = {
+            "q_ptr": q,
+            "anchors_ptr": anchors,
+            "tail_k_ptr": tail_k,
+            "tail_v_ptr": tail_v,
+            "tail_indptr_ptr": tail_index[0],
+            "tail_indices_ptr": tail_index[1],
+            "tail_lens_ptr": tail_lens,
             **_strides("q", ("token", "head"), q),
             **_strides("anchor", ("page", "head"), anchors),
-            **_strides("residual", ("slot", "head"), residuals),
             **_strides("k", ("slot", "token", "head"), tail_k),
             **_strides("v", ("slot", "token", "head"), tail_v),
+        }
+        if not self._by_words:
+            inputs |= {"residuals_ptr": residuals, "residual_slots_ptr": residual_slots}
+            inputs |= _strides("residual", ("slot", "head"), residuals)
+        kernel = word_attention_kernel if self._by_words else attention_kernel
+        kernel[self._attention_grid](
+            **inputs,
             **self._shared,
             **self._attention,
             num_warps=self._num_warps,
             num_stages=NUM_STAGES,
+            maxnreg=WORD_REGISTERS if self._by_words else None,
         )
         merge_kernel[(len(q), self._plan.num_kv_heads)](
             out_ptr=out,
@@ -247,7 +252,8 @@ def decodes_words(plan: AttentionPlan) -> bool:
     """Return True if jit/word_attention.py attends to the records."""
     decode = plan.settings.triton_decode(plan.page_size)
     return (
-        plan.source != "exact"
+        plan.source == "anchor"
+        and plan.max_qo_len * plan.group <= WORD_ROWS
         and decode.is_affine
         and plan.settings.anchor_bits == 4
         and plan.page_size % TILE_TOKENS.value == 0
@@ -257,21 +263,15 @@ def decodes_words(plan: AttentionPlan) -> bool:
     )
 
 
-def _word_constants(plan: AttentionPlan, sizes: Launch) -> dict[str, Any]:
+def _word_constants(plan: AttentionPlan) -> dict[str, Any]:
     """Return the arguments that only jit/word_attention.py takes, and those of both."""
-    constants: dict[str, Any] = {
-        "REFINED": plan.source == "int8",
-        "STAGES": WORD_STAGES,
-        "AXIS": 0,
-        # As many as registers hold.
-        "TAIL_N": 16 * sizes.num_warps,
-    }
-    return constants | _record_constants(plan)
+    return {"STAGES": WORD_STAGES, "TAIL_N": WORD_TAIL} | _anchor_constants(plan)
 
 
 def _code_constants(plan: AttentionPlan) -> dict[str, Any]:
     """Return the arguments that only jit/attention.py takes, and those of both."""
-    decode = plan.settings.triton_decode(plan.page_size)
+    decode, residual = plan.settings.triton_decode(plan.page_size), plan.residual_layout
+    upgrade = "bits" if plan.source == "exact" else "codes"
     constants: dict[str, Any] = {
         "table_ptr": _code_values(plan),
         "SOURCE": plan.source,
@@ -279,20 +279,20 @@ def _code_constants(plan: AttentionPlan) -> dict[str, Any]:
         "DECODE": kernel_function(decode.function),
         "ANCHOR_BITS": plan.settings.anchor_bits,
         "V_CHUNK": decode.chunks[1],
+        "K_RESIDUAL": residual[f"k_{upgrade}"].offset,
+        "V_RESIDUAL": residual[f"v_{upgrade}"].offset,
     }
-    return constants | _record_constants(plan)
+    return constants | _anchor_constants(plan)
 
 
-def _record_constants(plan: AttentionPlan) -> dict[str, int]:
-    """Return the chunk size of K and byte offsets of the fields."""
-    anchor, residual = plan.anchor_layout, plan.residual_layout
+def _anchor_constants(plan: AttentionPlan) -> dict[str, int]:
+    """Return the chunk size of K and byte offsets of the fields of an anchor record."""
+    anchor = plan.anchor_layout
     decode = plan.settings.triton_decode(plan.page_size)
-    upgrade = "bits" if plan.source == "exact" else "codes"
     constants = {"K_CHUNK": decode.chunks[0]}
     for part in ("k", "v"):
         name = part.upper()
         constants[f"{name}_CODES"] = anchor[f"{part}_codes"].offset
         constants[f"{name}_OFFSET"] = anchor[f"{part}_{decode.offset}"].offset
         constants[f"{name}_SCALE"] = anchor[f"{part}_scale"].offset
-        constants[f"{name}_RESIDUAL"] = residual[f"{part}_{upgrade}"].offset
     return constants
