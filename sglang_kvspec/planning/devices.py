@@ -122,14 +122,16 @@ PRODUCTS: Mapping[str, str] = {
     "NVIDIA GH200 480GB": "GH200",
 }
 
+_ALL_MEASURED = "kernels and servers were measured on this GPU"
 # Measurements by the driver's name of the GPU and the back end of the kernels.
 MEASURED: Mapping[tuple[str, str], str] = {
-    (name, kernels): said
-    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
-    for kernels, said in (
-        ("cuda", "kernels and servers were measured on this GPU"),
-        ("triton", "these kernels were tested on this GPU, servers with them were not"),
-    )
+    ("NVIDIA H200", "cuda"): _ALL_MEASURED,
+    ("NVIDIA H200", "triton"): _ALL_MEASURED,
+    ("NVIDIA H100 80GB HBM3", "cuda"): _ALL_MEASURED,
+    (
+        "NVIDIA H100 80GB HBM3",
+        "triton",
+    ): "these kernels were tested on this GPU, servers with them were not",
 }
 NOT_MEASURED = "nothing was measured on this GPU"
 
