@@ -77,10 +77,9 @@ def test_awkward_lengths(shape, check, device):
     check(make_case(lens, **options_of(shape, device)))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
-def test_words_are_decoded_where_tiles_allow(shape, device):
+def plan_of(shape: tuple, num_rows: int, device: torch.device) -> AttentionPlan:
     codec, page_size, head_dim, heads, group, dtype = shape
-    plan = AttentionPlan(
+    return AttentionPlan(
         *(torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1, 1)),
         qo_indptr=None,
         num_qo_heads=heads * group,
@@ -91,10 +90,21 @@ def test_words_are_decoded_where_tiles_allow(shape, device):
         source="anchor",
         q_dtype=dtype,
         sm_scale=1.0,
-        max_qo_len=1,
+        max_qo_len=num_rows,
         num_sms=4,
     )
-    assert decodes_words(plan) == (shape in BY_WORDS)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_words_are_decoded_where_tiles_allow(shape, device):
+    assert decodes_words(plan_of(shape, 1, device)) == (shape in BY_WORDS)
+
+
+@pytest.mark.parametrize("shape", BY_WORDS, ids=shape_id)
+def test_words_are_decoded_for_few_query_rows(shape, device):
+    group = shape[4]
+    assert decodes_words(plan_of(shape, 16 // group, device))
+    assert not decodes_words(plan_of(shape, 16 // group + 1, device))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
