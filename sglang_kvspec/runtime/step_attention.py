@@ -54,6 +54,7 @@ class AnchorStep:
         common: dict[str, Any] = {
             "settings": kv.codec.settings,
             "q_dtype": kv.geometry.dtype,
+            "has_past": past,
         }
         head_pages = rows.head_pages if past else None
         backend: Backend = kv.kernels if past else "triton"

@@ -37,9 +37,9 @@ class TritonDecode:
 
     function: @triton.jit function that decodes tokens of a record, as "module:function", with the
     arguments and results of decode_log4 in jit/log4.py. offset: name of the field that is added to
-    a code times its scale, without k_ or v_. is_affine: True for 4-bit codes in the order of
-    formats.py that are values in units of a scale, from an offset on, with one of each for a
-    channel of a chunk of K and for a token of V (jit/code_tiles.py).
+    a code times its scale, without k_ or v_. is_affine: True if codes of 4-bit anchors, in the
+    order of formats.py, are values in units of a bf16 scale, from a bf16 offset on, with one of
+    each for a channel of a chunk of K and for a token of V (jit/word_attention.py).
     """
 
     function: str

@@ -1,6 +1,6 @@
 """Attention over encoded pages, split over work items (`work_items.py`), and the merge of the
 parts. Semantics: `reference/attention.py`. This portable path loads every code separately, for any
-codec and head size. `word_attention.py` is for some."""
+codec and head size. Drafts of few query rows from 4-bit uniform4 run `word_attention.py`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,16 @@ def attend(
 ):
     """Take one step of the online softmax. q [M, D], k [D, N], v [N, D], visible [M, N]."""
     scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-    weights, shrink, top, total = weigh(scores, visible, top, total)
-    acc = acc * shrink[:, None]
-    acc += tl.dot(rounded(weights, DTYPE, INTERPRET), v, input_precision="ieee")
-    return acc, top, total
-
-
-@triton.jit
-def weigh(scores, visible, top, total):
-    """Return the weights of scores [M, N], the factor of earlier sums, and the new top and total of
-    the online softmax."""
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     # For rows that have seen no token yet, -inf minus -inf would be NaN.
     finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - finite_top[:, None])
     shrink = tl.exp2(top - finite_top)
-    return weights, shrink, new_top, total * shrink + tl.sum(weights, axis=1)
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = acc * shrink[:, None]
+    acc += tl.dot(rounded(weights, DTYPE, INTERPRET), v, input_precision="ieee")
+    return acc, new_top, total
 
 
 @triton.jit(do_not_specialize=SIZES)

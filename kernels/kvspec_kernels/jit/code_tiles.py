@@ -19,7 +19,7 @@ import triton.language as tl
 TILE_TOKENS = tl.constexpr(64)
 # Of the number 1 in the low bits of an fp16 number: 2 to the power of -24.
 CODE_UNIT = tl.constexpr(2.0**-24)
-# Values beyond 1 / LEAST_UNIT or below LEAST_UNIT lose precision.
+# Smaller values lose precision. Units of two operands multiply, and fp32 must hold the product.
 LEAST_UNIT = tl.constexpr(2.0**-60)
 LOW = tl.constexpr(0x000F000F)
 HIGH = tl.constexpr(0x00F000F0)
@@ -88,7 +88,7 @@ def codes_of(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def row_units(rows):
-    """Return what 1 of a code is in rows of codes_of()."""
+    """Return the value of code 1 in each row of codes_of()."""
     return tl.where(rows // 8 % 2 == 0, CODE_UNIT, 16.0 * CODE_UNIT)
 
 
@@ -107,7 +107,7 @@ def load_rows_between(ptr, first, PAGE_SIZE: tl.constexpr):
     fp32."""
     tiles: tl.constexpr = TILE_TOKENS // 16
     row = tl.arange(0, 8)[:, None] * (PAGE_SIZE // 8)
-    # Otherwise each value is a load of its own, which cannot be ahead of its use.
+    # Without this hint the compiler loads each value separately, and such loads cannot run ahead.
     start = tl.multiple_of(first // 8, 8)
     place = row + start + tl.arange(0, TILE_TOKENS // 8)[None, :]
     values = tl.load(ptr.to(tl.pointer_type(tl.bfloat16)) + place)

@@ -5,6 +5,9 @@ K is offset + scale * code with a scale for each channel, V with one for each to
 scaled instead of K, and weights instead of V, and the offsets add the same to all tokens of a chunk
 or to all channels. A program is one warp, whose threads decode what they multiply. Tokens and
 channels are in the rows of matrices and query rows in the columns, of which 8 suffice.
+
+The unit of V is the largest scale of an item so far. Of tokens whose weight times scale is below
+2 to the power of -24 of it, low bits are lost, whatever the weight of the largest.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ from kvspec_kernels.jit.pages import load_rows
 from kvspec_kernels.jit.rounding import operand, rounded
 from kvspec_kernels.jit.work_items import find_item
 
-TILE_TOKENS = code_tiles.TILE_TOKENS
-CODE_UNIT = code_tiles.CODE_UNIT
 # Weights of at most 1 are this much larger as fp16, in which small ones lose precision.
 WEIGHT_UNIT = tl.constexpr(1024.0)
 
@@ -97,6 +98,7 @@ def word_attention_kernel(
     V_OFFSET: tl.constexpr,
     V_SCALE: tl.constexpr,
     DTYPE: tl.constexpr,
+    FINITE_MAX: tl.constexpr,
     INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -106,9 +108,9 @@ def word_attention_kernel(
     STAGES: tl.constexpr,
     TAIL_N: tl.constexpr,
 ):
-    """Attend as attention_kernel() does, whose arguments these are. BLOCK_N is TILE_TOKENS, BLOCK_D
-    is HEAD_DIM. STAGES: pages in flight, through shared memory. TAIL_N: tokens of the tail that a
-    step takes."""
+    """Attend as attention_kernel() does, whose arguments these are. BLOCK_N is
+    code_tiles.TILE_TOKENS, BLOCK_D is HEAD_DIM. STAGES: pages in flight, through shared memory.
+    TAIL_N: tokens of the tail that a step takes."""
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
     pid_block = tl.program_id(2)
@@ -149,7 +151,7 @@ def word_attention_kernel(
     unit_q, factor_q = code_tiles.unit_of(tl.max(tl.abs(wide_q), axis=0))
     q = (wide_q * factor_q[None, :]).to(tl.float16)
     ones = tl.full([16, BLOCK_D], 1.0, tl.float16)
-    # Scales are in units of 16 codes: products have numbers of fp16 up to 4.
+    # Scales are in units of 16 codes, so products of queries and scales stay below 4 in fp16.
     score_units = 0.0625 / code_tiles.row_units(offs_n)
     out_units = 1.0 / (WEIGHT_UNIT * code_tiles.row_units(offs_d))
 
@@ -222,8 +224,11 @@ def word_attention_kernel(
         acc *= (shrink * (old_unit * factor_v))[None, :]
         v = code_tiles.codes_of(v_words, BLOCK_D, BLOCK_N)
         acc += product(v, in_column_order(weights.to(tl.float16)), INTERPRET)
-    acc = acc * (out_units * unit_v)[:, None] + tl.sum(offsets, axis=0)[None, :]
+    acc = acc * out_units[:, None] * unit_v + tl.sum(offsets, axis=0)[None, :]
     total_m = tl.sum(total, axis=0)
+    # An offset may round up to more than DTYPE has.
+    most = (total_m * FINITE_MAX)[None, :]
+    acc = tl.minimum(tl.maximum(acc, -most), most)
 
     if tail_lens_ptr is not None:
         model_q = tl.load(q_rows_ptr + offs_d[:, None], mask=mask_q, other=0.0)

@@ -85,12 +85,13 @@ def workspace_nbytes(
     backend: Backend = "auto",
     arithmetic: Arithmetic = "auto",
     has_lists_by_head: bool = False,
+    has_past: bool = True,
     deterministic_pages: int | None = None,
 ) -> int:
-    """Return the bytes of workspace that a plan of these sizes needs, for any lengths.
+    """Return the bytes of workspace that a plan of exactly these arguments needs, for any lengths.
 
     source: "anchor" for DraftAttention, the target for VerifyAttention. max_qo_len: num_rows of
-    DraftAttention.plan(). deterministic_pages: as for VerifyAttention.plan().
+    DraftAttention.plan(). has_past: as there. deterministic_pages: as for VerifyAttention.plan().
     """
     index = torch.empty(batch_size + 1, dtype=torch.int32, device=device)
     plan = _make_plan(
@@ -107,6 +108,7 @@ def workspace_nbytes(
         max_qo_len=max_qo_len,
         num_sms=num_sms,
         arithmetic=arithmetic,
+        has_past=has_past,
         deterministic_pages=deterministic_pages,
     )
     return _backend_class(backend, plan).workspace_nbytes(plan)
@@ -185,6 +187,7 @@ class DraftAttention(_Attention):
         num_sms: int | None = None,
         arithmetic: Arithmetic = "auto",
         num_rows: int = 1,
+        has_past: bool = True,
     ) -> None:
         """Set batch and model. Request b's past is pages indices[indptr[b] : indptr[b + 1]], the
         last filled up to last_page_len[b]. A request without pages has no past.
@@ -200,6 +203,8 @@ class DraftAttention(_Attention):
         many of them as registers hold (kernels/README.md). Token r of a request sees the tail but
         for its last num_rows - 1 - r tokens. A request with fewer new tokens has them in its last
         rows. Its first rows then see earlier tokens only, and their results mean nothing.
+        has_past: False if no request ever has pages, as attention to the tail alone has not. It
+        chooses a kernel, and changes no semantics.
         """
         self._set_plan(
             _make_plan(
@@ -217,6 +222,7 @@ class DraftAttention(_Attention):
                 num_sms=num_sms,
                 max_qo_len=num_rows,
                 arithmetic=arithmetic,
+                has_past=has_past,
             )
         )
 
@@ -340,6 +346,7 @@ def _make_plan(
     arithmetic: Arithmetic = "auto",
     may_join_separately: bool = True,
     expected_batch: int | None = None,
+    has_past: bool = True,
     deterministic_pages: int | None = None,
 ) -> AttentionPlan:
     device = indptr.device
@@ -363,5 +370,6 @@ def _make_plan(
         arithmetic=arithmetic,
         may_join_separately=may_join_separately,
         expected_batch=expected_batch,
+        has_past=has_past,
         deterministic_pages=deterministic_pages,
     )

@@ -78,6 +78,8 @@ class AttentionPlan:
     may_join_separately: bool = True
     # Likely number of requests of a run, at most batch_size; None: batch_size.
     expected_batch: int | None = None
+    # False if no request ever has pages, as in attention to the tail alone.
+    has_past: bool = True
     # If given, the bits of a row depend only on its query and on the KV that it sees. Most pages of
     # all requests of a run together, past and tail.
     deterministic_pages: int | None = None

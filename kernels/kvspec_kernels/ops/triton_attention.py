@@ -29,12 +29,14 @@ PROGRAMS_PER_SM: dict[Source, int] = {"anchor": 2, "int8": 3, "exact": 3}
 SMALL_PROGRAMS_PER_SM = 2
 # Values of partial outputs that a program of the merge loads at a time.
 MERGE_TILE = 8192
-# More stages would pipeline loads through shared memory, of which smaller devices have 100 KB.
+# Stages of loops that set none of their own. More would pipeline loads through shared memory, of
+# which smaller devices have 100 KB.
 NUM_STAGES = 1
 # Head sizes that jit/code_tiles.py takes: a group of 4 tiles must lie in one row of tiles. 256
 # channels would not fit registers.
 WORD_HEAD_DIMS = (64, 128)
-# Query rows of a program of jit/word_attention.py, one warp: with more, registers do not hold sums.
+# Query rows of a program of jit/word_attention.py, one warp. With more, registers do not hold the
+# sums; with more than 8 and heads of 128, not all of them.
 WORD_ROWS = 16
 # Programs per multiprocessor: twice as many as registers hold, as they do not end at once. An H200
 # with 16 requests of 32K tokens takes 213 us with 16 and 261 us with 8.
@@ -112,7 +114,7 @@ def _word_sizes(plan: AttentionPlan) -> tuple[int, int, int]:
 
 
 def _sizes(plan: AttentionPlan) -> tuple[int, int, int]:
-    """Return what _word_sizes() returns, of jit/attention.py."""
+    """Return (query rows of a program, programs per multiprocessor, warps) of jit/attention.py."""
     large, most = is_large(plan.device), most_rows(plan.head_dim)
     # Without Hopper's instructions, rows of 128 values take more registers than 4 warps have.
     num_warps = 8 if plan.head_dim > 128 or (plan.head_dim > 64 and not large) else 4
@@ -172,6 +174,7 @@ class TritonAttention:
             "stride_index": plan.indices.stride(0),
             "scale_log2": plan.sm_scale * math.log2(math.e),
             "BLOCK_M": sizes.block_m,
+            "FINITE_MAX": torch.finfo(plan.q_dtype).max,
             **(_word_constants if sizes.by_words else _code_constants)(plan),
         }
 
@@ -208,8 +211,10 @@ class TritonAttention:
         if not self._by_words:
             inputs |= {"residuals_ptr": residuals, "residual_slots_ptr": residual_slots}
             inputs |= _strides("residual", ("slot", "head"), residuals)
-        kernel = word_attention_kernel if self._by_words else attention_kernel
-        kernel[self._attention_grid](
+        launch = attention_kernel[self._attention_grid]
+        if self._by_words:
+            launch = word_attention_kernel[self._attention_grid]
+        launch(
             **inputs,
             **self._shared,
             **self._attention,
@@ -250,6 +255,7 @@ def decodes_words(plan: AttentionPlan) -> bool:
     decode = plan.settings.triton_decode(plan.page_size)
     return (
         plan.source == "anchor"
+        and plan.has_past
         and plan.max_qo_len * plan.group <= WORD_ROWS
         and decode.is_affine
         and plan.settings.anchor_bits == 4
@@ -262,7 +268,8 @@ def decodes_words(plan: AttentionPlan) -> bool:
 
 def _word_constants(plan: AttentionPlan) -> dict[str, Any]:
     """Return the arguments that only jit/word_attention.py takes, and those of both."""
-    return {"STAGES": WORD_STAGES, "TAIL_N": WORD_TAIL} | _anchor_constants(plan)
+    constants = {"STAGES": WORD_STAGES, "TAIL_N": WORD_TAIL}
+    return constants | _anchor_constants(plan)
 
 
 def _code_constants(plan: AttentionPlan) -> dict[str, Any]:
@@ -272,7 +279,6 @@ def _code_constants(plan: AttentionPlan) -> dict[str, Any]:
     constants: dict[str, Any] = {
         "table_ptr": _code_values(plan),
         "SOURCE": plan.source,
-        "FINITE_MAX": torch.finfo(plan.q_dtype).max,
         "DECODE": kernel_function(decode.function),
         "ANCHOR_BITS": plan.settings.anchor_bits,
         "V_CHUNK": decode.chunks[1],

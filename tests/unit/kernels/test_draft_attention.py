@@ -107,6 +107,23 @@ def test_words_are_decoded_for_few_query_rows(shape, device):
     assert not decodes_words(plan_of(shape, 16 // group + 1, device))
 
 
+def test_attention_to_a_tail_alone_has_no_words(device):
+    """Its kernel is the same for all codecs."""
+    plan = plan_of(BY_WORDS[0], 1, device)
+    assert not decodes_words(replace(plan, has_past=False))
+
+
+@pytest.mark.parametrize("shape", BY_WORDS, ids=shape_id)
+def test_zeros(shape, check, device):
+    """Neither queries nor values give a unit."""
+    case = make_case([shape[1] + 6, 5], tail_lens=[2, 1], **options_of(shape, device))
+    layout = anchor_layout(case.settings, case.page_size, case.q.shape[-1])
+    for name in ("scale", "zero"):
+        layout[f"v_{name}"].view(case.anchors).zero_()
+    case.q[0].zero_()
+    check(case)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
 def test_awkward_tails(shape, check, device):
     page_size = shape[1]
@@ -150,7 +167,7 @@ def test_other_settings(page_size, settings, check, device):
     check(make_case([page_size + 40, 20], source="anchor", **sizes))
 
 
-# The CUDA kernels decode to fp16 as it is.
+# CUDA kernels decode to fp16 without units, so they cannot hold such values.
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("size", [1e-6, 1e-4, 1e4, 1e10], ids=str)
 @pytest.mark.parametrize("part", ["k", "v"])
@@ -190,7 +207,9 @@ ROWS = pytest.mark.parametrize("num_rows", [2, 4, 16])
 
 
 @ROWS
-@pytest.mark.parametrize("shape", [*SHAPES[:2], SHAPES[4], SHAPES[8], SHAPES[11]], ids=shape_id)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES[:2], SHAPES[4], SHAPES[8], SHAPES[11], SHAPES[14]], ids=shape_id
+)
 def test_several_query_tokens(shape, num_rows, check, device):
     """Query tokens are the tail's last ones. Tails of fewer tokens hide even the first of these."""
     page_size = shape[1]
