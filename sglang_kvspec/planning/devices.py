@@ -123,15 +123,13 @@ PRODUCTS: Mapping[str, str] = {
 }
 
 _ALL_MEASURED = "kernels and servers were measured on this GPU"
+_KERNELS_TESTED = "these kernels were tested on this GPU, servers with them were not"
 # Measurements by the driver's name of the GPU and the back end of the kernels.
 MEASURED: Mapping[tuple[str, str], str] = {
     ("NVIDIA H200", "cuda"): _ALL_MEASURED,
     ("NVIDIA H200", "triton"): _ALL_MEASURED,
     ("NVIDIA H100 80GB HBM3", "cuda"): _ALL_MEASURED,
-    (
-        "NVIDIA H100 80GB HBM3",
-        "triton",
-    ): "these kernels were tested on this GPU, servers with them were not",
+    ("NVIDIA H100 80GB HBM3", "triton"): _KERNELS_TESTED,
 }
 NOT_MEASURED = "nothing was measured on this GPU"
 

@@ -7,9 +7,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit.pages import load_encoded, load_exact, load_rows
+from kvspec_kernels.jit.pages import (
+    find_page,
+    find_page_list,
+    load_encoded,
+    load_exact,
+    load_rows,
+)
 from kvspec_kernels.jit.rounding import rounded
-from kvspec_kernels.jit.work_items import find_item, split_batch
+from kvspec_kernels.jit.work_items import find_item, find_queries, split_batch
 
 # Not specialised, so that another batch size needs no other kernel.
 SIZES = ("batch_size", "num_items", "num_rows")
@@ -31,6 +37,14 @@ def attend(
     acc = acc * shrink[:, None]
     acc += tl.dot(rounded(weights, DTYPE, INTERPRET), v, input_precision="ieee")
     return acc, new_top, total
+
+
+@triton.jit
+def concluded(top, total):
+    """Return (divisor of sums, lse) of an online softmax; 1 and -inf where no token was seen."""
+    nothing = total == 0.0
+    divisor = tl.where(nothing, 1.0, total)
+    return divisor, tl.where(nothing, float("-inf"), top + tl.log2(divisor))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -122,11 +136,7 @@ def attention_kernel(
     )
     if request >= batch_size:
         return
-    q_begin = request * ROWS
-    q_len = ROWS
-    if qo_indptr_ptr is not None:
-        q_begin = tl.load(qo_indptr_ptr + request)
-        q_len = tl.load(qo_indptr_ptr + request + 1) - q_begin
+    q_begin, q_len = find_queries(request, qo_indptr_ptr, ROWS)
     if pid_block * BLOCK_M >= q_len * GROUP:
         return
 
@@ -147,22 +157,15 @@ def attention_kernel(
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
 
-    page_list_ptr = indices_ptr + tl.load(indptr_ptr + request)
-    if LISTS_BY_HEAD:
-        first_index = tl.load(indptr_ptr + request).to(tl.int64) * stride_index
-        page_list_ptr = indices_ptr + first_index + pid_head
+    page_list_ptr = find_page_list(
+        indices_ptr, tl.load(indptr_ptr + request), pid_head, stride_index, LISTS_BY_HEAD
+    )
     for unit in range(unit_begin, tl.minimum(unit_end, past_units)):
         first = unit * BLOCK_N % PAGE_SIZE
-        num_seen = past_len - unit * BLOCK_N
+        page, num_seen = find_page(
+            page_list_ptr, unit * BLOCK_N, past_len, stride_index, LISTS_BY_HEAD, PAGE_SIZE
+        )
         mask_n = offs_n < num_seen
-        if LISTS_BY_HEAD:
-            index = unit * BLOCK_N // PAGE_SIZE * stride_index
-            page = tl.load(page_list_ptr + index).to(tl.int64)
-            num_seen = tl.where(page >= 0, num_seen, 0)
-            mask_n = offs_n < num_seen
-            page = tl.maximum(page, 0)
-        else:
-            page = tl.load(page_list_ptr + unit * BLOCK_N // PAGE_SIZE).to(tl.int64)
         anchor_ptr = anchors_ptr
         if SOURCE != "exact":
             anchor_ptr += page * stride_anchor_page + pid_head * stride_anchor_head
@@ -240,9 +243,7 @@ def attention_kernel(
                 q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
             )
 
-    nothing = total == 0.0
-    divisor = tl.where(nothing, 1.0, total)
-    lse = tl.where(nothing, float("-inf"), top + tl.log2(divisor))
+    divisor, lse = concluded(top, total)
     row = (pid_item.to(tl.int64) * NUM_KV_HEADS + pid_head) * num_rows + offs_m
     tl.store(partial_lse_ptr + row, lse, mask=mask_m)
     tl.store(
@@ -339,9 +340,7 @@ def merge_kernel(
         total = total * shrink + tl.sum(weights, axis=0)
         top = new_top
 
-    nothing = total == 0.0
-    divisor = tl.where(nothing, 1.0, total)
-    lse = tl.where(nothing, float("-inf"), top + tl.log2(divisor))
+    divisor, lse = concluded(top, total)
     head = pid_head * GROUP + offs_g
     tl.store(
         lse_ptr + token.to(tl.int64) * stride_lse_token + head * stride_lse_head, lse, mask=mask_g

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 TILE_TOKENS = tl.constexpr(64)
-# Of the number 1 in the low bits of an fp16 number: 2 to the power of -24.
+# Value of the fp16 number whose bits are those of the integer 1.
 CODE_UNIT = tl.constexpr(2.0**-24)
 # Smaller values lose precision. Units of two operands multiply, and fp32 must hold the product.
 LEAST_UNIT = tl.constexpr(2.0**-60)

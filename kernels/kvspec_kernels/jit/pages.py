@@ -1,5 +1,5 @@
-"""Load BLOCK_N tokens of a page of one KV head as matrix operands: K transposed [BLOCK_D, BLOCK_N]
-and V [BLOCK_N, BLOCK_D], in DTYPE, zero outside of the masks."""
+"""Find pages of a request, and load BLOCK_N tokens of a page of one KV head as matrix operands: K
+transposed [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D], in DTYPE, zero outside of the masks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,34 @@ import triton
 import triton.language as tl
 
 from kvspec_kernels.jit.rounding import rounded
+
+
+@triton.jit
+def find_page_list(indices_ptr, begin, head, stride_index, LISTS_BY_HEAD: tl.constexpr):
+    """Return the pointer to the first page of a request's list, which begins at index `begin`."""
+    if LISTS_BY_HEAD:
+        return indices_ptr + begin.to(tl.int64) * stride_index + head
+    else:
+        return indices_ptr + begin
+
+
+@triton.jit
+def find_page(
+    page_list_ptr,
+    token,
+    past_len,
+    stride_index,
+    LISTS_BY_HEAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Return (page that has a token of the past, tokens seen from that token on). For no page, any
+    page of which no token is seen."""
+    num_seen = past_len - token
+    if LISTS_BY_HEAD:
+        page = tl.load(page_list_ptr + token // PAGE_SIZE * stride_index).to(tl.int64)
+        return tl.maximum(page, 0), tl.where(page >= 0, num_seen, 0)
+    else:
+        return tl.load(page_list_ptr + token // PAGE_SIZE).to(tl.int64), num_seen
 
 
 @triton.jit

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from kvspec_kernels.jit import code_tiles
-from kvspec_kernels.jit.attention import SIZES
-from kvspec_kernels.jit.pages import load_rows
+from kvspec_kernels.jit.attention import SIZES, concluded
+from kvspec_kernels.jit.pages import find_page, find_page_list, load_rows
 from kvspec_kernels.jit.rounding import operand, rounded
-from kvspec_kernels.jit.work_items import find_item
+from kvspec_kernels.jit.work_items import find_item, find_queries
 
 # Weights of at most 1 are this much larger as fp16, in which small ones lose precision.
 WEIGHT_UNIT = tl.constexpr(1024.0)
@@ -129,11 +129,7 @@ def word_attention_kernel(
     )
     if request >= batch_size:
         return
-    q_begin = request * ROWS
-    q_len = ROWS
-    if qo_indptr_ptr is not None:
-        q_begin = tl.load(qo_indptr_ptr + request)
-        q_len = tl.load(qo_indptr_ptr + request + 1) - q_begin
+    q_begin, q_len = find_queries(request, qo_indptr_ptr, ROWS)
     if pid_block * BLOCK_M >= q_len * GROUP:
         return
 
@@ -158,25 +154,19 @@ def word_attention_kernel(
     # Sums of weights times codes, in units of unit_v, and of weights and weights times offsets.
     acc = tl.zeros([BLOCK_D, BLOCK_M], dtype=tl.float32)
     total = tl.zeros([8, BLOCK_M], dtype=tl.float32)
-    offsets = total
+    offsets = tl.zeros([8, BLOCK_M], dtype=tl.float32)
     top = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
     largest_v = tl.full((), 0.0, tl.float32)
     unit_v, _ = code_tiles.unit_of(largest_v)
 
-    page_list_ptr = indices_ptr + tl.load(indptr_ptr + request)
-    if LISTS_BY_HEAD:
-        first_index = tl.load(indptr_ptr + request).to(tl.int64) * stride_index
-        page_list_ptr = indices_ptr + first_index + pid_head
+    page_list_ptr = find_page_list(
+        indices_ptr, tl.load(indptr_ptr + request), pid_head, stride_index, LISTS_BY_HEAD
+    )
     for unit in tl.range(unit_begin, tl.minimum(unit_end, past_units), num_stages=STAGES):
         first = unit * BLOCK_N % PAGE_SIZE
-        num_seen = past_len - unit * BLOCK_N
-        if LISTS_BY_HEAD:
-            index = unit * BLOCK_N // PAGE_SIZE * stride_index
-            page = tl.load(page_list_ptr + index).to(tl.int64)
-            num_seen = tl.where(page >= 0, num_seen, 0)
-            page = tl.maximum(page, 0)
-        else:
-            page = tl.load(page_list_ptr + unit * BLOCK_N // PAGE_SIZE).to(tl.int64)
+        page, num_seen = find_page(
+            page_list_ptr, unit * BLOCK_N, past_len, stride_index, LISTS_BY_HEAD, PAGE_SIZE
+        )
         anchor_ptr = anchors_ptr + page * stride_anchor_page + pid_head * stride_anchor_head
         k_words = code_tiles.load_words(
             anchor_ptr + K_CODES,
@@ -260,9 +250,7 @@ def word_attention_kernel(
             acc *= shrink[None, :]
             acc += product(tl.trans(v), weights, INTERPRET)
 
-    nothing = total_m == 0.0
-    divisor = tl.where(nothing, 1.0, total_m)
-    lse = tl.where(nothing, float("-inf"), top + tl.log2(divisor))
+    divisor, lse = concluded(top, total_m)
     row = (pid_item.to(tl.int64) * NUM_KV_HEADS + pid_head) * num_rows + offs_m
     tl.store(partial_lse_ptr + row, lse, mask=mask_m)
     tl.store(

@@ -108,3 +108,14 @@ def find_item(
     begin = (item - first_item) * item_units
     end = tl.minimum(begin + item_units, past_units + tail_units)
     return request, begin, end, past_len, tail_len, past_units
+
+
+@triton.jit
+def find_queries(request, qo_indptr_ptr, ROWS: tl.constexpr):
+    """Return (first query token, query tokens) of a request. qo_indptr_ptr: None if each has
+    ROWS."""
+    if qo_indptr_ptr is None:
+        return request * ROWS, ROWS
+    else:
+        begin = tl.load(qo_indptr_ptr + request)
+        return begin, tl.load(qo_indptr_ptr + request + 1) - begin
