@@ -14,6 +14,7 @@ from kvspec_kernels.jit.pages import (
     load_exact,
     load_rows,
 )
+from kvspec_kernels.jit.refined_tiles import OPERAND_UNIT, column, load_refined_tiles
 from kvspec_kernels.jit.rounding import rounded
 from kvspec_kernels.jit.work_items import find_item, find_queries, split_batch
 
@@ -37,6 +38,12 @@ def attend(
     acc = acc * shrink[:, None]
     acc += tl.dot(rounded(weights, DTYPE, INTERPRET), v, input_precision="ieee")
     return acc, new_top, total
+
+
+@triton.jit
+def _load_queries(q_ptr, q_rows, offs_d, mask, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
+    q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+    return rounded(q.to(tl.float32), DTYPE, INTERPRET)
 
 
 @triton.jit
@@ -109,6 +116,8 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
     ITEM_UNITS: tl.constexpr,
+    BY_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend for one work item, KV head and block of BLOCK_M rows (query tokens times query heads
     of the KV head). Writes partial_out [num_items, NUM_KV_HEADS, num_rows, HEAD_DIM] fp32 and
@@ -116,7 +125,8 @@ def attention_kernel(
 
     Pointers to the tail are None if there is no tail. qo_indptr_ptr is None if every request has
     ROWS query tokens. LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
-    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields.
+    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields. BY_TILES: pages are
+    decoded by `refined_tiles.py`. STAGES: pages in flight.
     """
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
@@ -147,12 +157,13 @@ def attention_kernel(
     mask_d = offs_d < HEAD_DIM
     q_rows = (q_begin + offs_m // GROUP).to(tl.int64) * stride_q_token
     q_rows += (pid_head * GROUP + offs_m % GROUP) * stride_q_head
-    q = tl.load(
-        q_ptr + q_rows[:, None] + offs_d[None, :],
-        mask=mask_m[:, None] & mask_d[None, :],
-        other=0.0,
-    )
-    q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
+    mask_q = mask_m[:, None] & mask_d[None, :]
+    channels = offs_d
+    tokens = offs_n
+    if BY_TILES:
+        channels = column(offs_d)
+        tokens = column(offs_n)
+    q = _load_queries(q_ptr, q_rows, channels, mask_q, DTYPE, INTERPRET)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -160,12 +171,14 @@ def attention_kernel(
     page_list_ptr = find_page_list(
         indices_ptr, tl.load(indptr_ptr + request), pid_head, stride_index, LISTS_BY_HEAD
     )
-    for unit in range(unit_begin, tl.minimum(unit_end, past_units)):
+    for unit in tl.range(unit_begin, tl.minimum(unit_end, past_units), num_stages=STAGES):
         first = unit * BLOCK_N % PAGE_SIZE
         page, num_seen = find_page(
             page_list_ptr, unit * BLOCK_N, past_len, stride_index, LISTS_BY_HEAD, PAGE_SIZE
         )
-        mask_n = offs_n < num_seen
+        mask_n = tokens < num_seen
+        visible = mask_n[None, :] & mask_m[:, None]
+        scale = scale_log2
         anchor_ptr = anchors_ptr
         if SOURCE != "exact":
             anchor_ptr += page * stride_anchor_page + pid_head * stride_anchor_head
@@ -173,7 +186,30 @@ def attention_kernel(
         if SOURCE != "anchor":
             slot = tl.load(residual_slots_ptr + page).to(tl.int64)
             residual_ptr += slot * stride_residual_slot + pid_head * stride_residual_head
-        if SOURCE == "exact":
+        if BY_TILES:
+            k, v = load_refined_tiles(
+                anchor_ptr,
+                residual_ptr,
+                first,
+                num_seen,
+                ANCHOR_BITS=ANCHOR_BITS,
+                PAGE_SIZE=PAGE_SIZE,
+                HEAD_DIM=HEAD_DIM,
+                K_CHUNK=K_CHUNK,
+                K_CODES=K_CODES,
+                K_OFFSET=K_OFFSET,
+                K_SCALE=K_SCALE,
+                V_CODES=V_CODES,
+                V_OFFSET=V_OFFSET,
+                V_SCALE=V_SCALE,
+                K_CORRECTIONS=K_RESIDUAL,
+                V_CORRECTIONS=V_RESIDUAL,
+                INTERPRET=INTERPRET,
+            )
+            # Rows without a query have scores of 0, and nothing reads what they become.
+            visible = mask_n[None, :]
+            scale *= OPERAND_UNIT
+        elif SOURCE == "exact":
             k, v = load_exact(
                 residual_ptr,
                 first + offs_n,
@@ -213,12 +249,17 @@ def attention_kernel(
                 INTERPRET=INTERPRET,
                 BLOCK_N=BLOCK_N,
             )
-        visible = mask_n[None, :] & mask_m[:, None]
         acc, top, total = attend(
-            q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
+            q, k, v, visible, scale, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
         )
+    if BY_TILES:
+        # Values may be a little more than DTYPE has, as scales are rounded.
+        most = (total * FINITE_MAX)[:, None]
+        acc = tl.minimum(tl.maximum(acc * OPERAND_UNIT, -most), most)
 
     if tail_lens_ptr is not None:
+        if BY_TILES:
+            q = _load_queries(q_ptr, q_rows, offs_d, mask_q, DTYPE, INTERPRET)
         slot_list_ptr = tail_indices_ptr + tl.load(tail_indptr_ptr + request)
         num_seen = tail_len - q_len + offs_m // GROUP + 1
         for unit in range(tl.maximum(unit_begin, past_units), unit_end):
@@ -249,7 +290,7 @@ def attention_kernel(
     tl.store(
         partial_out_ptr + row[:, None] * HEAD_DIM + offs_d[None, :],
         acc / divisor[:, None],
-        mask=mask_m[:, None] & mask_d[None, :],
+        mask=mask_q,
     )
 
 

@@ -26,9 +26,12 @@ from kvspec_testkit.kernels.cases import (
     results_for,
 )
 from kvspec_testkit.kernels.comparison import assert_attention
+from kvspec_testkit.kernels.interpreter import patch_interpreter
 
 FOLDER = Path(__file__).parent
 HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    patch_interpreter()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

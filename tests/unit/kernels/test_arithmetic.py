@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from kvspec_testkit.kernels.division import divide_kernel
-from kvspec_testkit.kernels.interpreter import patch_interpreter
-
-patch_interpreter()
 
 BLOCK = 1 << 13
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvspec_kernels.jit import chunks, cuda_verify
-from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from kvspec_testkit.runtime.captured_verification import CapturedVerification
@@ -32,12 +31,6 @@ TOLERANCE = 0.02
 TARGETS = pytest.mark.parametrize(
     "target", ["exact", "int8", "deterministic", "int8_deterministic"]
 )
-
-
-@pytest.fixture(autouse=True)
-def taught(device):
-    if device.type == "cpu":
-        patch_interpreter()
 
 
 @pytest.fixture

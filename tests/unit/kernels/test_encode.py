@@ -16,9 +16,7 @@ from kvspec_kernels.reference.codec import reference_of
 from kvspec_kernels.reference.companding import tables
 from kvspec_testkit.kernels import encoding as both
 from kvspec_testkit.kernels.encoding import POISON, encode_by_reference, make_pages, poisoned
-from kvspec_testkit.kernels.interpreter import exact_fma, patch_interpreter
-
-patch_interpreter()
+from kvspec_testkit.kernels.interpreter import exact_fma
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SETTINGS = {"log4": Log4Settings, "uniform4": Uniform4Settings}

@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.core.errors import CapacityError
@@ -28,12 +27,6 @@ PAGE = 64
 # Both sides round to bf16 (2^-9 relative). The GPU computes 8-bit pages in fp16. A wrong page, slot
 # or length gives errors of the order of 1.
 TOLERANCE = 0.02
-
-
-@pytest.fixture(autouse=True)
-def taught(device):
-    if device.type == "cpu":
-        patch_interpreter()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import patch_interpreter
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
@@ -21,12 +20,6 @@ SIZE, HEADS, HEAD_DIM, LAYERS = 64, 1, 16, 2
 SPIN_CYCLES = 20_000_000
 
 kinds = pytest.mark.parametrize(("target", "store"), [("exact", 0), ("exact", 1), ("int8", 0)])
-
-
-@pytest.fixture(autouse=True)
-def taught(device):
-    if device.type == "cpu":
-        patch_interpreter()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import get_args
 import pytest
 import torch
 
-from kvspec_testkit.kernels.interpreter import patch_interpreter
 from kvspec_testkit.runtime import paged_prefill
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from kvspec_testkit.runtime.captured_steps import CapturedSteps
@@ -53,7 +52,6 @@ every_attention = pytest.mark.parametrize(
 @pytest.fixture
 def make_pair(monkeypatch, device):
     if device.type == "cpu":
-        patch_interpreter()
         monkeypatch.setitem(sys.modules, "flashinfer", paged_prefill)
 
     def make(implementation, num_layers=1):

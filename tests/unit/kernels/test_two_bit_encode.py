@@ -7,9 +7,6 @@ import torch
 
 from kvspec_kernels.formats import FormatError, Log4Settings, Uniform4Settings
 from kvspec_testkit.kernels.encoding import assert_same_records, make_pages
-from kvspec_testkit.kernels.interpreter import patch_interpreter
-
-patch_interpreter()
 
 CODECS = {"log4": Log4Settings, "uniform4": Uniform4Settings}
 by_codec = pytest.mark.parametrize("codec", list(CODECS))

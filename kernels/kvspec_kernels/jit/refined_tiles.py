@@ -1,0 +1,276 @@
+"""Decode words of uniform4 codes and their corrections to bf16 operands of products.
+
+The integers of a value, 16 * code + correction + 8, are a byte. As the low bits of a bf16 number
+they are that number times 2 to the power of -133, so two fused operations decode a pair of values:
+the first makes (byte - 8) / 64, exactly, and the second a fourth of the value, rounded once. Being
+a fourth, none overflows. Anchors of 2 bits give the same bytes.
+
+Columns of operands stand in the order of `column()`, in which values that a thread decodes lie next
+to each other and go to shared memory 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvspec_kernels.jit.code_tiles import TILE_TOKENS, load_words
+
+# What operands have to be multiplied with.
+OPERAND_UNIT = tl.constexpr(4.0)
+LOW_NIBBLES = tl.constexpr(0x0F0F0F0F)
+HIGH_NIBBLES = tl.constexpr(-0x0F0F0F10)
+EVEN_BYTES = tl.constexpr(0x00FF00FF)
+SIGNS = tl.constexpr(-0x77777778)
+LEFT_CODES = tl.constexpr(0x33333333)
+RIGHT_CODES = tl.constexpr(-0x33333334)
+LOW_HALF = tl.constexpr(0xFFFF)
+HIGH_HALF = tl.constexpr(-0x10000)
+
+
+@triton.jit
+def column(place):
+    """Return the number of the column that stands at a place of an operand."""
+    of_tile = place % 4 // 2 * 8 + place % 64 // 16 * 2 + place % 2
+    return place // 64 * 64 + place % 16 // 4 * 16 + of_tile
+
+
+@triton.jit
+def _load_pairs(ptr, first_pair, PAIRS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load words [rows of tiles, 8 rows, 4 columns, COLUMNS / 32] of pairs of 2-bit codes. PAIRS:
+    those of a row of tiles in memory, 2 or a multiple of 4. first_pair: the operand's first."""
+    words_ptr = ptr.to(tl.pointer_type(tl.int32))
+    pairs: tl.constexpr = COLUMNS // 32
+    if PAIRS == 2:
+        # A group of 4 pairs has those of two rows of tiles.
+        group = tl.arange(0, ROWS // 32)[:, None] * 128
+        words = tl.load(words_ptr + group + tl.arange(0, 128)[None, :])
+        words = tl.permute(tl.reshape(words, [ROWS // 32, 8, 4, 2, 2]), (0, 3, 1, 2, 4))
+    else:
+        row = tl.arange(0, ROWS // 16)[:, None] * (PAIRS * 32)
+        place = tl.arange(0, 32 * pairs)[None, :]
+        place = place // pairs * 4 + place % pairs
+        words = tl.load(words_ptr + row + first_pair // 4 * 128 + first_pair % 4 + place)
+    return tl.reshape(words, [ROWS // 16, 8, 4, pairs])
+
+
+@triton.jit
+def _words_of_pairs(codes, rest, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return words of 4-bit codes, as of load_words(), of words of _load_pairs()."""
+    left = (codes & LEFT_CODES) << 2 | (rest & LEFT_CODES)
+    right = (codes & RIGHT_CODES) | (rest >> 2 & LEFT_CODES)
+    words = tl.reshape(tl.join(left, right), [ROWS // 16, 8, 4, COLUMNS // 64, 4])
+    return tl.reshape(tl.permute(words, (0, 3, 1, 2, 4)), [ROWS * COLUMNS // 1024, 8, 4, 4])
+
+
+@triton.jit
+def _load_codes(
+    codes_ptr,
+    rest_ptr,
+    first_row,
+    first_column,
+    ANCHOR_BITS: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Load words [tiles / 4, 8 rows, 4 columns, 4 tiles] of 4-bit codes of an operand, which is a
+    part of a matrix of ALL_COLUMNS columns."""
+    if ANCHOR_BITS == 4:
+        return load_words(
+            codes_ptr,
+            (first_row // 16 * ALL_COLUMNS // 16 + first_column // 16) // 4,
+            ALL_COLUMNS // 64,
+            GROUPS=COLUMNS // 64,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+        )
+    else:
+        first = first_row * ALL_COLUMNS // 4
+        first_pair = first_column // 32
+        codes = _load_pairs(codes_ptr + first, first_pair, ALL_COLUMNS // 32, ROWS, COLUMNS)
+        rest = _load_pairs(rest_ptr + first, first_pair, ALL_COLUMNS // 32, ROWS, COLUMNS)
+        return _words_of_pairs(codes, rest, ROWS, COLUMNS)
+
+
+@triton.jit
+def _value_pairs(bytes, scales, offsets, INTERPRET: tl.constexpr):
+    """Return a fourth of the values of two bytes each, in the halves of words, in a new last
+    dimension. scales, offsets: bf16 pairs, the latter a fourth of the codec's."""
+    words = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 factor, shift, whole;
+        mov.b32 factor, 0x7F007F00;
+        mov.b32 shift, 0xBE00BE00;
+        fma.rn.bf16x2 whole, $1, factor, shift;
+        fma.rn.bf16x2 $0, whole, $2, $3;
+        }""",
+        "=r,r,r,r",
+        [bytes, scales, offsets],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    if INTERPRET:
+        left = (words << 16).to(tl.float32, bitcast=True)
+        return tl.join(left, (words & HIGH_HALF).to(tl.float32, bitcast=True))
+    else:
+        left = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return tl.join(left, (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def _quarter(pairs):
+    """Return a fourth of bf16 pairs."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 factor, shift;
+        mov.b32 factor, 0x3E803E80;
+        mov.b32 shift, 0x80008000;
+        fma.rn.bf16x2 $0, $1, factor, shift;
+        }""",
+        "=r,r",
+        [pairs],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _of_columns(pairs, COLUMNS: tl.constexpr):
+    """Return pairs [4, COLUMNS / 16] of columns' metadata as [groups, 1, 4, 4 tiles]."""
+    pairs = tl.permute(tl.reshape(pairs, [4, COLUMNS // 64, 4]), (1, 0, 2))
+    return tl.expand_dims(pairs, 1)
+
+
+@triton.jit
+def _decoded(
+    codes, corrections, scales, offsets, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Return values [rows of tiles, upper or lower, 8 rows, COLUMNS], the latter in the order of
+    column(). scales, offsets: (pairs of columns 0 to 7 of tiles, of columns 8 to 15)."""
+    rows: tl.constexpr = ROWS // 16
+    groups: tl.constexpr = COLUMNS // 64
+    lower = corrections ^ SIGNS
+    upper_rows = ((codes << 4) & HIGH_NIBBLES) | (lower & LOW_NIBBLES)
+    lower_rows = (codes & HIGH_NIBBLES) | ((lower >> 4) & LOW_NIBBLES)
+    both = tl.join(upper_rows, lower_rows)
+    # [rows of tiles, groups, 8 rows, 4 columns, 4 tiles, upper or lower]
+    both = tl.reshape(both, [rows, groups, 8, 4, 4, 2])
+    near = _value_pairs(
+        both & EVEN_BYTES, scales[0][None, :, :, :, :, None], offsets[0][None, :, :, :, :, None],
+        INTERPRET,
+    )  # fmt: skip
+    far = _value_pairs(
+        (both >> 8) & EVEN_BYTES, scales[1][None, :, :, :, :, None],
+        offsets[1][None, :, :, :, :, None], INTERPRET,
+    )  # fmt: skip
+    values = tl.join(near, far)
+    # [rows of tiles, upper or lower, 8 rows, groups, 4 columns, 4 tiles, near or far, left or right]
+    values = tl.permute(values, (0, 5, 2, 1, 3, 4, 7, 6))
+    return tl.reshape(values, [rows, 2, 8, COLUMNS])
+
+
+@triton.jit
+def _load_channel_pairs(ptr, COLUMNS: tl.constexpr, is_seen):
+    """Load bf16 metadata of all channels as (pairs of channels 0 to 7 of tiles, of the others),
+    each [groups, 1, 4, 4 tiles]. Where not is_seen, 0."""
+    place = tl.arange(0, COLUMNS // 2)
+    pairs = tl.load(ptr.to(tl.pointer_type(tl.int32)) + place, mask=is_seen, other=0)
+    near, far = tl.split(tl.reshape(pairs, [4, COLUMNS // 16, 2]))
+    return _of_columns(near, COLUMNS), _of_columns(far, COLUMNS)
+
+
+@triton.jit
+def _load_token_pairs(ptr, first, num_seen, PAGE_SIZE: tl.constexpr):
+    """Load bf16 metadata of TILE_TOKENS tokens from `first` on likewise, 0 for those not seen."""
+    tiles: tl.constexpr = TILE_TOKENS // 16
+    row = tl.arange(0, 8)[:, None]
+    tile = tl.arange(0, tiles)[None, :]
+    # Without this hint the compiler loads each word separately.
+    start = tl.multiple_of(first // 16, 4)
+    words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + row * (PAGE_SIZE // 16) + start + tile)
+    token = tile * 16 + row
+    words = tl.where(token < num_seen, words, words & HIGH_HALF)
+    words = tl.where(token + 8 < num_seen, words, words & LOW_HALF)
+    even, odd = tl.split(tl.permute(tl.reshape(words, [4, 2, tiles]), (0, 2, 1)))
+    near = (even & LOW_HALF) | (odd << 16)
+    far = ((even >> 16) & LOW_HALF) | (odd & HIGH_HALF)
+    return _of_columns(near, TILE_TOKENS), _of_columns(far, TILE_TOKENS)
+
+
+@triton.jit
+def load_refined_tiles(
+    anchor_ptr,
+    residual_ptr,
+    first,
+    num_seen,
+    ANCHOR_BITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_OFFSET: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    K_CORRECTIONS: tl.constexpr,
+    V_CORRECTIONS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Load K [HEAD_DIM, TILE_TOKENS] and V [TILE_TOKENS, HEAD_DIM] of tokens from `first` on, in
+    units of 1 / OPERAND_UNIT. Tokens, and channels of K, stand in the order of column(). Values of
+    the first num_seen tokens are those of the codec, of others those of any finite numbers."""
+    REST: tl.constexpr = PAGE_SIZE * HEAD_DIM // 2
+    k_words = _load_codes(
+        anchor_ptr + K_CODES,
+        residual_ptr + K_CORRECTIONS + REST,
+        first,
+        0,
+        ANCHOR_BITS,
+        ALL_COLUMNS=HEAD_DIM,
+        ROWS=TILE_TOKENS,
+        COLUMNS=HEAD_DIM,
+    )
+    k_corrections = load_words(
+        residual_ptr + K_CORRECTIONS,
+        first * HEAD_DIM // 1024,
+        HEAD_DIM // 64,
+        GROUPS=HEAD_DIM // 64,
+        ROWS=TILE_TOKENS,
+        COLUMNS=HEAD_DIM,
+    )
+    v_words = _load_codes(
+        anchor_ptr + V_CODES,
+        residual_ptr + V_CORRECTIONS + REST,
+        0,
+        first,
+        ANCHOR_BITS,
+        ALL_COLUMNS=PAGE_SIZE,
+        ROWS=HEAD_DIM,
+        COLUMNS=TILE_TOKENS,
+    )
+    v_corrections = load_words(
+        residual_ptr + V_CORRECTIONS,
+        first // 64,
+        PAGE_SIZE // 64,
+        GROUPS=1,
+        ROWS=HEAD_DIM,
+        COLUMNS=TILE_TOKENS,
+    )
+    chunk = first // K_CHUNK * (HEAD_DIM * 2)
+    k_scale = _load_channel_pairs(anchor_ptr + K_SCALE + chunk, HEAD_DIM, num_seen > 0)
+    k_offset = _load_channel_pairs(anchor_ptr + K_OFFSET + chunk, HEAD_DIM, num_seen > 0)
+    v_scale = _load_token_pairs(anchor_ptr + V_SCALE, first, num_seen, PAGE_SIZE)
+    v_offset = _load_token_pairs(anchor_ptr + V_OFFSET, first, num_seen, PAGE_SIZE)
+    k_offset = (_quarter(k_offset[0]), _quarter(k_offset[1]))
+    v_offset = (_quarter(v_offset[0]), _quarter(v_offset[1]))
+    k = _decoded(k_words, k_corrections, k_scale, k_offset, TILE_TOKENS, HEAD_DIM, INTERPRET)
+    # Token 16 a + 8 b + 2 c + d stands at 16 c + 4 a + 2 b + d.
+    k = tl.reshape(k, [TILE_TOKENS // 16, 2, 4, 2, HEAD_DIM])
+    k = tl.reshape(tl.permute(k, (2, 0, 1, 3, 4)), [TILE_TOKENS, HEAD_DIM])
+    v = _decoded(v_words, v_corrections, v_scale, v_offset, HEAD_DIM, TILE_TOKENS, INTERPRET)
+    return tl.trans(k), tl.trans(tl.reshape(v, [HEAD_DIM, TILE_TOKENS]))
