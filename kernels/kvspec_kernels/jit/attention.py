@@ -1,6 +1,7 @@
 """Attention over encoded pages, split over work items (`work_items.py`), and the merge of the
 parts. Semantics: `reference/attention.py`. This portable path loads every code separately, for any
-codec and head size. Drafts of few query rows from 4-bit uniform4 run `word_attention.py`."""
+codec and head size. Drafts of few query rows from 4-bit uniform4 run `word_attention.py`, and
+verifications of uniform4 at the target int8 attend to pages as in `refined_attention.py`."""
 
 from __future__ import annotations
 
@@ -14,44 +15,13 @@ from kvspec_kernels.jit.pages import (
     load_exact,
     load_rows,
 )
-from kvspec_kernels.jit.refined_tiles import OPERAND_UNIT, column, load_refined_tiles
+from kvspec_kernels.jit.refined_attention import attend_to_refined
 from kvspec_kernels.jit.rounding import rounded
+from kvspec_kernels.jit.softmax import attend, concluded
 from kvspec_kernels.jit.work_items import find_item, find_queries, split_batch
 
 # Not specialised, so that another batch size needs no other kernel.
 SIZES = ("batch_size", "num_items", "num_rows")
-
-
-@triton.jit
-def attend(
-    q, k, v, visible, scale_log2, acc, top, total, DTYPE: tl.constexpr, INTERPRET: tl.constexpr
-):
-    """Take one step of the online softmax. q [M, D], k [D, N], v [N, D], visible [M, N]."""
-    scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-    scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    # For rows that have seen no token yet, -inf minus -inf would be NaN.
-    finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - finite_top[:, None])
-    shrink = tl.exp2(top - finite_top)
-    total = total * shrink + tl.sum(weights, axis=1)
-    acc = acc * shrink[:, None]
-    acc += tl.dot(rounded(weights, DTYPE, INTERPRET), v, input_precision="ieee")
-    return acc, new_top, total
-
-
-@triton.jit
-def _load_queries(q_ptr, q_rows, offs_d, mask, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    return rounded(q.to(tl.float32), DTYPE, INTERPRET)
-
-
-@triton.jit
-def concluded(top, total):
-    """Return (divisor of sums, lse) of an online softmax; 1 and -inf where no token was seen."""
-    nothing = total == 0.0
-    divisor = tl.where(nothing, 1.0, total)
-    return divisor, tl.where(nothing, float("-inf"), top + tl.log2(divisor))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -116,8 +86,7 @@ def attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
     ITEM_UNITS: tl.constexpr,
-    BY_TILES: tl.constexpr,
-    STAGES: tl.constexpr,
+    REFINED_STAGES: tl.constexpr,
 ):
     """Attend for one work item, KV head and block of BLOCK_M rows (query tokens times query heads
     of the KV head). Writes partial_out [num_items, NUM_KV_HEADS, num_rows, HEAD_DIM] fp32 and
@@ -125,8 +94,8 @@ def attention_kernel(
 
     Pointers to the tail are None if there is no tail. qo_indptr_ptr is None if every request has
     ROWS query tokens. LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
-    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields. BY_TILES: pages are
-    decoded by `refined_tiles.py`. STAGES: pages in flight.
+    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields. REFINED_STAGES: as in
+    `refined_attention.py`, or 0 to load codes one by one.
     """
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
@@ -158,12 +127,6 @@ def attention_kernel(
     q_rows = (q_begin + offs_m // GROUP).to(tl.int64) * stride_q_token
     q_rows += (pid_head * GROUP + offs_m % GROUP) * stride_q_head
     mask_q = mask_m[:, None] & mask_d[None, :]
-    channels = offs_d
-    tokens = offs_n
-    if BY_TILES:
-        channels = column(offs_d)
-        tokens = column(offs_n)
-    q = _load_queries(q_ptr, q_rows, channels, mask_q, DTYPE, INTERPRET)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -171,95 +134,106 @@ def attention_kernel(
     page_list_ptr = find_page_list(
         indices_ptr, tl.load(indptr_ptr + request), pid_head, stride_index, LISTS_BY_HEAD
     )
-    for unit in tl.range(unit_begin, tl.minimum(unit_end, past_units), num_stages=STAGES):
-        first = unit * BLOCK_N % PAGE_SIZE
-        page, num_seen = find_page(
-            page_list_ptr, unit * BLOCK_N, past_len, stride_index, LISTS_BY_HEAD, PAGE_SIZE
+    past_end = tl.minimum(unit_end, past_units)
+    if REFINED_STAGES:
+        acc, top, total = attend_to_refined(
+            q_ptr + q_rows[:, None],
+            mask_m[:, None],
+            anchors_ptr + pid_head * stride_anchor_head,
+            residuals_ptr + pid_head * stride_residual_head,
+            residual_slots_ptr,
+            page_list_ptr,
+            unit_begin,
+            past_end,
+            past_len,
+            scale_log2,
+            stride_anchor_page,
+            stride_residual_slot,
+            acc,
+            top,
+            total,
+            ANCHOR_BITS=ANCHOR_BITS,
+            PAGE_SIZE=PAGE_SIZE,
+            HEAD_DIM=HEAD_DIM,
+            K_CHUNK=K_CHUNK,
+            K_CODES=K_CODES,
+            K_OFFSET=K_OFFSET,
+            K_SCALE=K_SCALE,
+            V_CODES=V_CODES,
+            V_OFFSET=V_OFFSET,
+            V_SCALE=V_SCALE,
+            K_CORRECTIONS=K_RESIDUAL,
+            V_CORRECTIONS=V_RESIDUAL,
+            DTYPE=DTYPE,
+            FINITE_MAX=FINITE_MAX,
+            INTERPRET=INTERPRET,
+            BLOCK_N=BLOCK_N,
+            STAGES=REFINED_STAGES,
         )
-        mask_n = tokens < num_seen
-        visible = mask_n[None, :] & mask_m[:, None]
-        scale = scale_log2
-        anchor_ptr = anchors_ptr
-        if SOURCE != "exact":
-            anchor_ptr += page * stride_anchor_page + pid_head * stride_anchor_head
-        residual_ptr = residuals_ptr
-        if SOURCE != "anchor":
-            slot = tl.load(residual_slots_ptr + page).to(tl.int64)
-            residual_ptr += slot * stride_residual_slot + pid_head * stride_residual_head
-        if BY_TILES:
-            k, v = load_refined_tiles(
-                anchor_ptr,
-                residual_ptr,
-                first,
-                num_seen,
-                ANCHOR_BITS=ANCHOR_BITS,
-                PAGE_SIZE=PAGE_SIZE,
-                HEAD_DIM=HEAD_DIM,
-                K_CHUNK=K_CHUNK,
-                K_CODES=K_CODES,
-                K_OFFSET=K_OFFSET,
-                K_SCALE=K_SCALE,
-                V_CODES=V_CODES,
-                V_OFFSET=V_OFFSET,
-                V_SCALE=V_SCALE,
-                K_CORRECTIONS=K_RESIDUAL,
-                V_CORRECTIONS=V_RESIDUAL,
-                INTERPRET=INTERPRET,
+
+    # The order of channels above is another one.
+    q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=mask_q, other=0.0)
+    q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
+    if not REFINED_STAGES:
+        for unit in range(unit_begin, past_end):
+            first = unit * BLOCK_N % PAGE_SIZE
+            page, num_seen = find_page(
+                page_list_ptr, unit * BLOCK_N, past_len, stride_index, LISTS_BY_HEAD, PAGE_SIZE
             )
-            # Rows without a query have scores of 0, and nothing reads what they become.
-            visible = mask_n[None, :]
-            scale *= OPERAND_UNIT
-        elif SOURCE == "exact":
-            k, v = load_exact(
-                residual_ptr,
-                first + offs_n,
-                mask_n,
-                offs_d,
-                HEAD_DIM=HEAD_DIM,
-                K_BITS=K_RESIDUAL,
-                V_BITS=V_RESIDUAL,
-                DTYPE=DTYPE,
-                INTERPRET=INTERPRET,
+            mask_n = offs_n < num_seen
+            anchor_ptr = anchors_ptr
+            if SOURCE != "exact":
+                anchor_ptr += page * stride_anchor_page + pid_head * stride_anchor_head
+            residual_ptr = residuals_ptr
+            if SOURCE != "anchor":
+                slot = tl.load(residual_slots_ptr + page).to(tl.int64)
+                residual_ptr += slot * stride_residual_slot + pid_head * stride_residual_head
+            if SOURCE == "exact":
+                k, v = load_exact(
+                    residual_ptr,
+                    first + offs_n,
+                    mask_n,
+                    offs_d,
+                    HEAD_DIM=HEAD_DIM,
+                    K_BITS=K_RESIDUAL,
+                    V_BITS=V_RESIDUAL,
+                    DTYPE=DTYPE,
+                    INTERPRET=INTERPRET,
+                )
+            else:
+                k, v = load_encoded(
+                    anchor_ptr,
+                    residual_ptr,
+                    table_ptr,
+                    first,
+                    mask_n,
+                    offs_d,
+                    DECODE=DECODE,
+                    ANCHOR_BITS=ANCHOR_BITS,
+                    REFINED=SOURCE == "int8",
+                    PAGE_SIZE=PAGE_SIZE,
+                    HEAD_DIM=HEAD_DIM,
+                    K_CHUNK=K_CHUNK,
+                    V_CHUNK=V_CHUNK,
+                    K_CODES=K_CODES,
+                    K_OFFSET=K_OFFSET,
+                    K_SCALE=K_SCALE,
+                    V_CODES=V_CODES,
+                    V_OFFSET=V_OFFSET,
+                    V_SCALE=V_SCALE,
+                    K_CORRECTIONS=K_RESIDUAL,
+                    V_CORRECTIONS=V_RESIDUAL,
+                    DTYPE=DTYPE,
+                    FINITE_MAX=FINITE_MAX,
+                    INTERPRET=INTERPRET,
+                    BLOCK_N=BLOCK_N,
+                )
+            visible = mask_n[None, :] & mask_m[:, None]
+            acc, top, total = attend(
+                q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
             )
-        else:
-            k, v = load_encoded(
-                anchor_ptr,
-                residual_ptr,
-                table_ptr,
-                first,
-                mask_n,
-                offs_d,
-                DECODE=DECODE,
-                ANCHOR_BITS=ANCHOR_BITS,
-                REFINED=SOURCE == "int8",
-                PAGE_SIZE=PAGE_SIZE,
-                HEAD_DIM=HEAD_DIM,
-                K_CHUNK=K_CHUNK,
-                V_CHUNK=V_CHUNK,
-                K_CODES=K_CODES,
-                K_OFFSET=K_OFFSET,
-                K_SCALE=K_SCALE,
-                V_CODES=V_CODES,
-                V_OFFSET=V_OFFSET,
-                V_SCALE=V_SCALE,
-                K_CORRECTIONS=K_RESIDUAL,
-                V_CORRECTIONS=V_RESIDUAL,
-                DTYPE=DTYPE,
-                FINITE_MAX=FINITE_MAX,
-                INTERPRET=INTERPRET,
-                BLOCK_N=BLOCK_N,
-            )
-        acc, top, total = attend(
-            q, k, v, visible, scale, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
-        )
-    if BY_TILES:
-        # Values may be a little more than DTYPE has, as scales are rounded.
-        most = (total * FINITE_MAX)[:, None]
-        acc = tl.minimum(tl.maximum(acc * OPERAND_UNIT, -most), most)
 
     if tail_lens_ptr is not None:
-        if BY_TILES:
-            q = _load_queries(q_ptr, q_rows, offs_d, mask_q, DTYPE, INTERPRET)
         slot_list_ptr = tail_indices_ptr + tl.load(tail_indptr_ptr + request)
         num_seen = tail_len - q_len + offs_m // GROUP + 1
         for unit in range(tl.maximum(unit_begin, past_units), unit_end):

@@ -96,7 +96,10 @@ def _load_codes(
 @triton.jit
 def _value_pairs(bytes, scales, offsets, INTERPRET: tl.constexpr):
     """Return a fourth of the values of two bytes each, in the halves of words, in a new last
-    dimension. scales, offsets: bf16 pairs, the latter a fourth of the codec's."""
+    dimension. bytes: [rows of tiles, groups, 8 rows, 4 columns, 4 tiles, upper or lower]. scales,
+    offsets: bf16 pairs of columns."""
+    scales = scales[None, :, :, :, :, None]
+    offsets = _quarter(offsets)[None, :, :, :, :, None]
     words = tl.inline_asm_elementwise(
         """{
         .reg .b32 factor, shift, whole;
@@ -145,12 +148,11 @@ def _of_columns(pairs, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _decoded(
-    codes, corrections, scales, offsets, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):  # fmt: skip
+def _decoded(loaded, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRET: tl.constexpr):
     """Return values [rows of tiles, upper or lower, 8 rows, COLUMNS], the latter in the order of
-    column(). scales, offsets: (pairs of columns 0 to 7 of tiles, of columns 8 to 15)."""
+    column(). loaded: (codes, corrections, scales, offsets), of which the latter two are (pairs of
+    columns 0 to 7 of tiles, pairs of the others)."""
+    codes, corrections, scales, offsets = loaded
     rows: tl.constexpr = ROWS // 16
     groups: tl.constexpr = COLUMNS // 64
     lower = corrections ^ SIGNS
@@ -159,16 +161,10 @@ def _decoded(
     both = tl.join(upper_rows, lower_rows)
     # [rows of tiles, groups, 8 rows, 4 columns, 4 tiles, upper or lower]
     both = tl.reshape(both, [rows, groups, 8, 4, 4, 2])
-    near = _value_pairs(
-        both & EVEN_BYTES, scales[0][None, :, :, :, :, None], offsets[0][None, :, :, :, :, None],
-        INTERPRET,
-    )  # fmt: skip
-    far = _value_pairs(
-        (both >> 8) & EVEN_BYTES, scales[1][None, :, :, :, :, None],
-        offsets[1][None, :, :, :, :, None], INTERPRET,
-    )  # fmt: skip
+    near = _value_pairs(both & EVEN_BYTES, scales[0], offsets[0], INTERPRET)
+    far = _value_pairs((both >> 8) & EVEN_BYTES, scales[1], offsets[1], INTERPRET)
     values = tl.join(near, far)
-    # [rows of tiles, upper or lower, 8 rows, groups, 4 columns, 4 tiles, near or far, left or right]
+    # [rows of tiles, upper or lower, 8 rows, groups, 4 columns, 4 tiles, near or far, pair]
     values = tl.permute(values, (0, 5, 2, 1, 3, 4, 7, 6))
     return tl.reshape(values, [rows, 2, 8, COLUMNS])
 
@@ -184,50 +180,49 @@ def _load_channel_pairs(ptr, COLUMNS: tl.constexpr, is_seen):
 
 
 @triton.jit
-def _load_token_pairs(ptr, first, num_seen, PAGE_SIZE: tl.constexpr):
-    """Load bf16 metadata of TILE_TOKENS tokens from `first` on likewise, 0 for those not seen."""
-    tiles: tl.constexpr = TILE_TOKENS // 16
-    row = tl.arange(0, 8)[:, None]
-    tile = tl.arange(0, tiles)[None, :]
+def _load_token_words(ptr, first, num_seen, odd: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Load bf16 metadata of tokens 2 t + odd and 2 t + odd + 8 of each tile as words [4, 4 tiles],
+    0 for those not seen."""
+    row = tl.arange(0, 4)[:, None] * 2 + odd
+    tile = tl.arange(0, TILE_TOKENS // 16)[None, :]
     # Without this hint the compiler loads each word separately.
     start = tl.multiple_of(first // 16, 4)
-    words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + row * (PAGE_SIZE // 16) + start + tile)
+    words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + start + (row * (PAGE_SIZE // 16) + tile))
     token = tile * 16 + row
     words = tl.where(token < num_seen, words, words & HIGH_HALF)
     words = tl.where(token + 8 < num_seen, words, words & LOW_HALF)
-    even, odd = tl.split(tl.permute(tl.reshape(words, [4, 2, tiles]), (0, 2, 1)))
+    return words
+
+
+@triton.jit
+def _load_token_pairs(ptr, first, num_seen, PAGE_SIZE: tl.constexpr):
+    """Load bf16 metadata of TILE_TOKENS tokens from `first` on likewise, 0 for those not seen."""
+    even = _load_token_words(ptr, first, num_seen, 0, PAGE_SIZE)
+    odd = _load_token_words(ptr, first, num_seen, 1, PAGE_SIZE)
     near = (even & LOW_HALF) | (odd << 16)
     far = ((even >> 16) & LOW_HALF) | (odd & HIGH_HALF)
     return _of_columns(near, TILE_TOKENS), _of_columns(far, TILE_TOKENS)
 
 
 @triton.jit
-def load_refined_tiles(
+def load_k(
     anchor_ptr,
     residual_ptr,
     first,
-    num_seen,
+    is_seen,
     ANCHOR_BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    K_CODES: tl.constexpr,
-    K_OFFSET: tl.constexpr,
-    K_SCALE: tl.constexpr,
-    V_CODES: tl.constexpr,
-    V_OFFSET: tl.constexpr,
-    V_SCALE: tl.constexpr,
-    K_CORRECTIONS: tl.constexpr,
-    V_CORRECTIONS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CODES: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALE: tl.constexpr,
+    CORRECTIONS: tl.constexpr,
 ):
-    """Load K [HEAD_DIM, TILE_TOKENS] and V [TILE_TOKENS, HEAD_DIM] of tokens from `first` on, in
-    units of 1 / OPERAND_UNIT. Tokens, and channels of K, stand in the order of column(). Values of
-    the first num_seen tokens are those of the codec, of others those of any finite numbers."""
-    REST: tl.constexpr = PAGE_SIZE * HEAD_DIM // 2
-    k_words = _load_codes(
-        anchor_ptr + K_CODES,
-        residual_ptr + K_CORRECTIONS + REST,
+    """Load what decode_k() takes of TILE_TOKENS tokens from `first` on."""
+    words = _load_codes(
+        anchor_ptr + CODES,
+        residual_ptr + (CORRECTIONS + PAGE_SIZE * HEAD_DIM // 2),
         first,
         0,
         ANCHOR_BITS,
@@ -235,17 +230,38 @@ def load_refined_tiles(
         ROWS=TILE_TOKENS,
         COLUMNS=HEAD_DIM,
     )
-    k_corrections = load_words(
-        residual_ptr + K_CORRECTIONS,
+    corrections = load_words(
+        residual_ptr + CORRECTIONS,
         first * HEAD_DIM // 1024,
         HEAD_DIM // 64,
         GROUPS=HEAD_DIM // 64,
         ROWS=TILE_TOKENS,
         COLUMNS=HEAD_DIM,
     )
-    v_words = _load_codes(
-        anchor_ptr + V_CODES,
-        residual_ptr + V_CORRECTIONS + REST,
+    chunk = first // CHUNK * (HEAD_DIM * 2)
+    scales = _load_channel_pairs(anchor_ptr + (chunk + SCALE), HEAD_DIM, is_seen)
+    offsets = _load_channel_pairs(anchor_ptr + (chunk + OFFSET), HEAD_DIM, is_seen)
+    return words, corrections, scales, offsets
+
+
+@triton.jit
+def load_v(
+    anchor_ptr,
+    residual_ptr,
+    first,
+    num_seen,
+    ANCHOR_BITS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CODES: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALE: tl.constexpr,
+    CORRECTIONS: tl.constexpr,
+):
+    """Load what decode_v() takes likewise. Metadata of tokens after the first num_seen is 0."""
+    words = _load_codes(
+        anchor_ptr + CODES,
+        residual_ptr + (CORRECTIONS + PAGE_SIZE * HEAD_DIM // 2),
         0,
         first,
         ANCHOR_BITS,
@@ -253,24 +269,32 @@ def load_refined_tiles(
         ROWS=HEAD_DIM,
         COLUMNS=TILE_TOKENS,
     )
-    v_corrections = load_words(
-        residual_ptr + V_CORRECTIONS,
+    corrections = load_words(
+        residual_ptr + CORRECTIONS,
         first // 64,
         PAGE_SIZE // 64,
         GROUPS=1,
         ROWS=HEAD_DIM,
         COLUMNS=TILE_TOKENS,
     )
-    chunk = first // K_CHUNK * (HEAD_DIM * 2)
-    k_scale = _load_channel_pairs(anchor_ptr + K_SCALE + chunk, HEAD_DIM, num_seen > 0)
-    k_offset = _load_channel_pairs(anchor_ptr + K_OFFSET + chunk, HEAD_DIM, num_seen > 0)
-    v_scale = _load_token_pairs(anchor_ptr + V_SCALE, first, num_seen, PAGE_SIZE)
-    v_offset = _load_token_pairs(anchor_ptr + V_OFFSET, first, num_seen, PAGE_SIZE)
-    k_offset = (_quarter(k_offset[0]), _quarter(k_offset[1]))
-    v_offset = (_quarter(v_offset[0]), _quarter(v_offset[1]))
-    k = _decoded(k_words, k_corrections, k_scale, k_offset, TILE_TOKENS, HEAD_DIM, INTERPRET)
+    scales = _load_token_pairs(anchor_ptr + SCALE, first, num_seen, PAGE_SIZE)
+    offsets = _load_token_pairs(anchor_ptr + OFFSET, first, num_seen, PAGE_SIZE)
+    return words, corrections, scales, offsets
+
+
+@triton.jit
+def decode_k(loaded, HEAD_DIM: tl.constexpr, INTERPRET: tl.constexpr):
+    """Return K [HEAD_DIM, TILE_TOKENS] of load_k(), in units of 1 / OPERAND_UNIT. Tokens and
+    channels stand in the order of column(). Values of tokens that are not seen are finite."""
+    k = _decoded(loaded, TILE_TOKENS, HEAD_DIM, INTERPRET)
     # Token 16 a + 8 b + 2 c + d stands at 16 c + 4 a + 2 b + d.
     k = tl.reshape(k, [TILE_TOKENS // 16, 2, 4, 2, HEAD_DIM])
-    k = tl.reshape(tl.permute(k, (2, 0, 1, 3, 4)), [TILE_TOKENS, HEAD_DIM])
-    v = _decoded(v_words, v_corrections, v_scale, v_offset, HEAD_DIM, TILE_TOKENS, INTERPRET)
-    return tl.trans(k), tl.trans(tl.reshape(v, [HEAD_DIM, TILE_TOKENS]))
+    return tl.trans(tl.reshape(tl.permute(k, (2, 0, 1, 3, 4)), [TILE_TOKENS, HEAD_DIM]))
+
+
+@triton.jit
+def decode_v(loaded, HEAD_DIM: tl.constexpr, INTERPRET: tl.constexpr):
+    """Return V [TILE_TOKENS, HEAD_DIM] of load_v() likewise, with channels as they are. Values of
+    tokens that are not seen are 0."""
+    v = _decoded(loaded, HEAD_DIM, TILE_TOKENS, INTERPRET)
+    return tl.trans(tl.reshape(v, [HEAD_DIM, TILE_TOKENS]))

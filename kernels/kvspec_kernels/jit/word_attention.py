@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 from kvspec_kernels.jit import code_tiles
-from kvspec_kernels.jit.attention import SIZES, concluded
+from kvspec_kernels.jit.attention import SIZES
 from kvspec_kernels.jit.pages import find_page, find_page_list, load_rows
 from kvspec_kernels.jit.rounding import operand, rounded
+from kvspec_kernels.jit.softmax import concluded
 from kvspec_kernels.jit.work_items import find_item, find_queries
 
 # Weights of at most 1 are this much larger as fp16, in which small ones lose precision.

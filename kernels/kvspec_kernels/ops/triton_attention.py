@@ -43,8 +43,8 @@ WORD_ROWS = 16
 WORD_PROGRAMS_PER_SM = 16
 # Pages that a program has in flight. With two, an H200 takes 219 us.
 WORD_STAGES = 3
-# The same of jit/refined_tiles.py.
-TILE_STAGES = 2
+# The same of jit/refined_attention.py.
+REFINED_STAGES = 5
 # Tokens of the tail that a step of a program takes.
 WORD_TAIL = 16
 INTERPRETED = not isinstance(attention_kernel, triton.runtime.JITFunction)
@@ -75,7 +75,6 @@ class Launch:
     item_units: int
     num_warps: int
     by_words: bool
-    by_tiles: bool
 
     @property
     def num_rows(self) -> int:
@@ -106,7 +105,6 @@ class Launch:
             item_units=item_units,
             num_warps=num_warps,
             by_words=by_words,
-            by_tiles=decodes_tiles(plan),
         )
 
 
@@ -254,8 +252,8 @@ def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
     return reference.code_values(plan.settings, plan.device, refined=plan.source == "int8")
 
 
-def decodes_tiles(plan: AttentionPlan) -> bool:
-    """Return True if jit/refined_tiles.py decodes the records. Anchors of 2 bits are decoded as
+def decodes_refined(plan: AttentionPlan) -> bool:
+    """Return True if jit/refined_attention.py attends to the records. Anchors of 2 bits are decoded as
     those of 4 bits, for the same bits."""
     decode = plan.settings.triton_decode(plan.page_size)
     tile, pairs = TILE_TOKENS.value, 2 * TILE_TOKENS.value
@@ -298,8 +296,7 @@ def _code_constants(plan: AttentionPlan) -> dict[str, Any]:
     constants: dict[str, Any] = {
         "table_ptr": _code_values(plan),
         "SOURCE": plan.source,
-        "BY_TILES": decodes_tiles(plan),
-        "STAGES": TILE_STAGES if decodes_tiles(plan) else NUM_STAGES,
+        "REFINED_STAGES": REFINED_STAGES if decodes_refined(plan) else 0,
         "DECODE": kernel_function(decode.function),
         "ANCHOR_BITS": plan.settings.anchor_bits,
         "V_CHUNK": decode.chunks[1],
