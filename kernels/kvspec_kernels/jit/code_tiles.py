@@ -43,16 +43,24 @@ def unit_of(largest):
 
 @triton.jit
 def load_words(
-    ptr, first_group, stride_group, GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    ptr,
+    first_group,
+    stride_group: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Load words [tiles / 4, 8 rows, 4 columns, 4 tiles] of an operand. Groups of 4 tiles follow
     one another in memory, of which GROUPS belong to a row of tiles of this operand. first_group:
     its first. stride_group: groups from one row of tiles to the next."""
-    group = tl.arange(0, ROWS * COLUMNS // 1024)
-    group = first_group + group // GROUPS * stride_group + group % GROUPS
+    words_ptr = ptr.to(tl.pointer_type(tl.int32))
     # One contiguous dimension, so that each thread loads its 4 words at once.
-    words_ptr = ptr.to(tl.pointer_type(tl.int32)) + group[:, None] * 128
-    words = tl.load(words_ptr + tl.arange(0, 128)[None, :])
+    if stride_group == GROUPS:
+        words = tl.load(words_ptr + first_group * 128 + tl.arange(0, ROWS * COLUMNS // 8))
+    else:
+        group = tl.arange(0, ROWS * COLUMNS // 1024)
+        group = first_group + group // GROUPS * stride_group + group % GROUPS
+        words = tl.load(words_ptr + group[:, None] * 128 + tl.arange(0, 128)[None, :])
     return tl.reshape(words, [ROWS * COLUMNS // 1024, 8, 4, 4])
 
 

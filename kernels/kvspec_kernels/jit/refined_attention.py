@@ -13,6 +13,7 @@ from kvspec_kernels.jit.refined_tiles import (
     decode_v,
     load_k,
     load_v,
+    token_masks,
 )
 from kvspec_kernels.jit.rounding import rounded
 from kvspec_kernels.jit.softmax import weigh
@@ -54,13 +55,15 @@ def attend_to_refined(
     STAGES: tl.constexpr,
 ):
     """Return (acc, top, total) of an online softmax over units unit_begin .. unit_end - 1 of a
-    request's past. q_rows_ptr, mask_m: [M, 1]. BLOCK_N is code_tiles.TILE_TOKENS. anchors_ptr, residuals_ptr: those of the KV head.
-    STAGES: one more than the pages that are in flight through shared memory."""
+    request's past. q_rows_ptr, mask_m: [M, 1]. anchors_ptr, residuals_ptr: those of the KV head.
+    BLOCK_N is code_tiles.TILE_TOKENS. STAGES: stages of the loop over units."""
     channels = column(tl.arange(0, HEAD_DIM))
     q = tl.load(q_rows_ptr + channels[None, :], mask=mask_m, other=0.0)
     q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
     tokens = column(tl.arange(0, BLOCK_N))
     scale = scale_log2 * OPERAND_UNIT
+    # Only the last unit of a past may have tokens that are not seen.
+    near_mask, far_mask = token_masks((past_len - 1) % BLOCK_N + 1)
     for unit in tl.range(unit_begin, unit_end, num_stages=STAGES):
         page = tl.load(page_list_ptr + unit // (PAGE_SIZE // BLOCK_N)).to(tl.int64)
         slot = tl.load(residual_slots_ptr + page).to(tl.int64)
@@ -72,7 +75,6 @@ def attend_to_refined(
             anchor_ptr,
             residual_ptr,
             first,
-            num_seen > 0,
             ANCHOR_BITS=ANCHOR_BITS,
             PAGE_SIZE=PAGE_SIZE,
             HEAD_DIM=HEAD_DIM,
@@ -82,11 +84,12 @@ def attend_to_refined(
             SCALE=K_SCALE,
             CORRECTIONS=K_CORRECTIONS,
         )
+        all_seen = tl.where(num_seen < BLOCK_N, 0, -1)
         v_fields = load_v(
             anchor_ptr,
             residual_ptr,
             first,
-            num_seen,
+            (near_mask | all_seen, far_mask | all_seen),
             ANCHOR_BITS=ANCHOR_BITS,
             PAGE_SIZE=PAGE_SIZE,
             HEAD_DIM=HEAD_DIM,
@@ -96,9 +99,9 @@ def attend_to_refined(
             CORRECTIONS=V_CORRECTIONS,
         )
         k = decode_k(k_fields, HEAD_DIM, INTERPRET)
+        v = decode_v(v_fields, HEAD_DIM, INTERPRET)
         # Rows without a query have scores of 0, and nothing reads what becomes of them.
         scores = tl.dot(q, k, input_precision="ieee")
-        v = decode_v(v_fields, HEAD_DIM, INTERPRET)
         scores = tl.where((tokens < num_seen)[None, :], scores, float("-inf"))
         # Scaled after the maximum, so that scaling and subtracting it are one operation.
         new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)

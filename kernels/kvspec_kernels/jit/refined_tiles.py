@@ -20,7 +20,9 @@ from kvspec_kernels.jit.code_tiles import TILE_TOKENS, load_words
 OPERAND_UNIT = tl.constexpr(4.0)
 LOW_NIBBLES = tl.constexpr(0x0F0F0F0F)
 HIGH_NIBBLES = tl.constexpr(-0x0F0F0F10)
-EVEN_BYTES = tl.constexpr(0x00FF00FF)
+# Selectors of prmt: bytes 0 and 2 of a word, and 1 and 3, as the low ones of two halves.
+EVEN_BYTES = tl.constexpr(0x4240)
+ODD_BYTES = tl.constexpr(0x4341)
 SIGNS = tl.constexpr(-0x77777778)
 LEFT_CODES = tl.constexpr(0x33333333)
 RIGHT_CODES = tl.constexpr(-0x33333334)
@@ -94,35 +96,6 @@ def _load_codes(
 
 
 @triton.jit
-def _value_pairs(bytes, scales, offsets, INTERPRET: tl.constexpr):
-    """Return a fourth of the values of two bytes each, in the halves of words, in a new last
-    dimension. bytes: [rows of tiles, groups, 8 rows, 4 columns, 4 tiles, upper or lower]. scales,
-    offsets: bf16 pairs of columns."""
-    scales = scales[None, :, :, :, :, None]
-    offsets = _quarter(offsets)[None, :, :, :, :, None]
-    words = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 factor, shift, whole;
-        mov.b32 factor, 0x7F007F00;
-        mov.b32 shift, 0xBE00BE00;
-        fma.rn.bf16x2 whole, $1, factor, shift;
-        fma.rn.bf16x2 $0, whole, $2, $3;
-        }""",
-        "=r,r,r,r",
-        [bytes, scales, offsets],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    if INTERPRET:
-        left = (words << 16).to(tl.float32, bitcast=True)
-        return tl.join(left, (words & HIGH_HALF).to(tl.float32, bitcast=True))
-    else:
-        left = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return tl.join(left, (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
-
-
-@triton.jit
 def _quarter(pairs):
     """Return a fourth of bf16 pairs."""
     return tl.inline_asm_elementwise(
@@ -138,6 +111,39 @@ def _quarter(pairs):
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def _value_pairs(bytes, selector: tl.constexpr, scales, offsets, INTERPRET: tl.constexpr):
+    """Return a fourth of the values of two of the four bytes of words, in a new last dimension.
+    bytes: [rows of tiles, groups, 8 rows, 4 columns, 4 tiles, upper or lower]. selector: a byte and
+    a zero for each half, as of prmt. scales, offsets: bf16 pairs of columns."""
+    words = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair, factor, shift, whole;
+        prmt.b32 pair, $1, 0, $4;
+        mov.b32 factor, 0x7F007F00;
+        mov.b32 shift, 0xBE00BE00;
+        fma.rn.bf16x2 whole, pair, factor, shift;
+        fma.rn.bf16x2 $0, whole, $2, $3;
+        }""",
+        "=r,r,r,r,r",
+        [
+            bytes,
+            scales[None, :, :, :, :, None],
+            _quarter(offsets)[None, :, :, :, :, None],
+            tl.full(bytes.shape, selector, tl.int32),
+        ],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    if INTERPRET:
+        left = (words << 16).to(tl.float32, bitcast=True)
+        return tl.join(left, (words & HIGH_HALF).to(tl.float32, bitcast=True))
+    else:
+        left = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return tl.join(left, (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
 
 
 @triton.jit
@@ -161,8 +167,8 @@ def _decoded(loaded, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRET: tl.co
     both = tl.join(upper_rows, lower_rows)
     # [rows of tiles, groups, 8 rows, 4 columns, 4 tiles, upper or lower]
     both = tl.reshape(both, [rows, groups, 8, 4, 4, 2])
-    near = _value_pairs(both & EVEN_BYTES, scales[0], offsets[0], INTERPRET)
-    far = _value_pairs((both >> 8) & EVEN_BYTES, scales[1], offsets[1], INTERPRET)
+    near = _value_pairs(both, EVEN_BYTES, scales[0], offsets[0], INTERPRET)
+    far = _value_pairs(both, ODD_BYTES, scales[1], offsets[1], INTERPRET)
     values = tl.join(near, far)
     # [rows of tiles, upper or lower, 8 rows, groups, 4 columns, 4 tiles, near or far, pair]
     values = tl.permute(values, (0, 5, 2, 1, 3, 4, 7, 6))
@@ -170,38 +176,47 @@ def _decoded(loaded, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRET: tl.co
 
 
 @triton.jit
-def _load_channel_pairs(ptr, COLUMNS: tl.constexpr, is_seen):
+def _load_channel_pairs(ptr, COLUMNS: tl.constexpr):
     """Load bf16 metadata of all channels as (pairs of channels 0 to 7 of tiles, of the others),
-    each [groups, 1, 4, 4 tiles]. Where not is_seen, 0."""
+    each [groups, 1, 4, 4 tiles]."""
     place = tl.arange(0, COLUMNS // 2)
-    pairs = tl.load(ptr.to(tl.pointer_type(tl.int32)) + place, mask=is_seen, other=0)
+    pairs = tl.load(ptr.to(tl.pointer_type(tl.int32)) + place)
     near, far = tl.split(tl.reshape(pairs, [4, COLUMNS // 16, 2]))
     return _of_columns(near, COLUMNS), _of_columns(far, COLUMNS)
 
 
 @triton.jit
-def _load_token_words(ptr, first, num_seen, odd: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Load bf16 metadata of tokens 2 t + odd and 2 t + odd + 8 of each tile as words [4, 4 tiles],
-    0 for those not seen."""
-    row = tl.arange(0, 4)[:, None] * 2 + odd
-    tile = tl.arange(0, TILE_TOKENS // 16)[None, :]
-    # Without this hint the compiler loads each word separately.
-    start = tl.multiple_of(first // 16, 4)
-    words = tl.load(ptr.to(tl.pointer_type(tl.int32)) + start + (row * (PAGE_SIZE // 16) + tile))
-    token = tile * 16 + row
-    words = tl.where(token < num_seen, words, words & HIGH_HALF)
-    words = tl.where(token + 8 < num_seen, words, words & LOW_HALF)
-    return words
+def token_masks(num_seen):
+    """Return the masks [4, 4 tiles] of pairs of tokens 0 to 7 of tiles, and of the others, that
+    keep metadata of the first num_seen tokens."""
+    first = tl.arange(0, TILE_TOKENS // 16)[None, :] * 16 + tl.arange(0, 4)[:, None] * 2
+    return _pair_mask(first, num_seen), _pair_mask(first + 8, num_seen)
 
 
 @triton.jit
-def _load_token_pairs(ptr, first, num_seen, PAGE_SIZE: tl.constexpr):
-    """Load bf16 metadata of TILE_TOKENS tokens from `first` on likewise, 0 for those not seen."""
-    even = _load_token_words(ptr, first, num_seen, 0, PAGE_SIZE)
-    odd = _load_token_words(ptr, first, num_seen, 1, PAGE_SIZE)
+def _pair_mask(token, num_seen):
+    mask = tl.where(token < num_seen, LOW_HALF, 0)
+    return tl.where(token + 1 < num_seen, -1, mask)
+
+
+@triton.jit
+def _load_token_words(ptr, first, ODD: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Load bf16 metadata of tokens 2 t + ODD and 2 t + ODD + 8 of each tile as words [4, 4]."""
+    row = tl.arange(0, 4)[:, None] * 2 + ODD
+    tile = tl.arange(0, TILE_TOKENS // 16)[None, :]
+    # Without this hint the compiler loads each word separately.
+    start = tl.multiple_of(first // 16, 4)
+    return tl.load(ptr.to(tl.pointer_type(tl.int32)) + start + (row * (PAGE_SIZE // 16) + tile))
+
+
+@triton.jit
+def _load_token_pairs(ptr, first, masks, PAGE_SIZE: tl.constexpr):
+    """Load bf16 metadata of TILE_TOKENS tokens from `first` on likewise."""
+    even = _load_token_words(ptr, first, 0, PAGE_SIZE)
+    odd = _load_token_words(ptr, first, 1, PAGE_SIZE)
     near = (even & LOW_HALF) | (odd << 16)
     far = ((even >> 16) & LOW_HALF) | (odd & HIGH_HALF)
-    return _of_columns(near, TILE_TOKENS), _of_columns(far, TILE_TOKENS)
+    return _of_columns(near & masks[0], TILE_TOKENS), _of_columns(far & masks[1], TILE_TOKENS)
 
 
 @triton.jit
@@ -209,7 +224,6 @@ def load_k(
     anchor_ptr,
     residual_ptr,
     first,
-    is_seen,
     ANCHOR_BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -239,8 +253,8 @@ def load_k(
         COLUMNS=HEAD_DIM,
     )
     chunk = first // CHUNK * (HEAD_DIM * 2)
-    scales = _load_channel_pairs(anchor_ptr + (chunk + SCALE), HEAD_DIM, is_seen)
-    offsets = _load_channel_pairs(anchor_ptr + (chunk + OFFSET), HEAD_DIM, is_seen)
+    scales = _load_channel_pairs(anchor_ptr + (chunk + SCALE), HEAD_DIM)
+    offsets = _load_channel_pairs(anchor_ptr + (chunk + OFFSET), HEAD_DIM)
     return words, corrections, scales, offsets
 
 
@@ -249,7 +263,7 @@ def load_v(
     anchor_ptr,
     residual_ptr,
     first,
-    num_seen,
+    masks,
     ANCHOR_BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -258,7 +272,9 @@ def load_v(
     SCALE: tl.constexpr,
     CORRECTIONS: tl.constexpr,
 ):
-    """Load what decode_v() takes likewise. Metadata of tokens after the first num_seen is 0."""
+    """Load what decode_v() takes likewise. masks: those of
+    token_masks(), as tokens that were never written may have NaN, and NaN times a weight of 0 is
+    NaN."""
     words = _load_codes(
         anchor_ptr + CODES,
         residual_ptr + (CORRECTIONS + PAGE_SIZE * HEAD_DIM // 2),
@@ -277,8 +293,8 @@ def load_v(
         ROWS=HEAD_DIM,
         COLUMNS=TILE_TOKENS,
     )
-    scales = _load_token_pairs(anchor_ptr + SCALE, first, num_seen, PAGE_SIZE)
-    offsets = _load_token_pairs(anchor_ptr + OFFSET, first, num_seen, PAGE_SIZE)
+    scales = _load_token_pairs(anchor_ptr + SCALE, first, masks, PAGE_SIZE)
+    offsets = _load_token_pairs(anchor_ptr + OFFSET, first, masks, PAGE_SIZE)
     return words, corrections, scales, offsets
 
 

@@ -110,22 +110,18 @@ def _nudged(value: torch.Tensor) -> torch.Tensor:
     return (bits + 1 - 2 * (bits & 1)).view(torch.float32)
 
 
-def _of_bf16_pairs(values: Values, of_half: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return words of bf16 pairs that of_half() makes of each half's fp32 numbers."""
-    halves = [value.view(torch.bfloat16).float() for value in values]
-    return of_half(*halves).bfloat16().view(torch.int32)
-
-
 def _values_of_bytes(values: Values) -> torch.Tensor:
-    def of_half(byte: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        whole = exact_fma(byte, torch.tensor(2.0**127), torch.tensor(-0.125))
-        return exact_fma(whole.bfloat16().float(), scale, offset)
-
-    return _of_bf16_pairs(values, of_half)
+    words, scales, offsets, selectors = values
+    places = selectors[..., None] >> torch.tensor([0, 8]) & 15
+    bytes_ = words[..., None] >> 8 * places & 255
+    scale, offset = (pairs.view(torch.bfloat16).float() for pairs in (scales, offsets))
+    whole = (bytes_.flatten(-2).float() - 8) / 64
+    return exact_fma(whole, scale, offset).bfloat16().view(torch.int32)
 
 
 def _quarter_of_pairs(values: Values) -> torch.Tensor:
-    return _of_bf16_pairs(values, lambda half: half * 0.25)
+    quarters = values[0].view(torch.bfloat16).float() * 0.25
+    return quarters.bfloat16().view(torch.int32)
 
 
 # Each instruction, by a part of its assembly.
@@ -135,7 +131,7 @@ INSTRUCTIONS: dict[str, Callable[[Values], torch.Tensor]] = {
     "fma.rn.sat.f32": _saturated_fma,
     "prmt.b32 $0, $1, $1, 0x1230;": _swap_odd_bytes,
     "prmt.b32 x, $1, $2, 0x0073;": _sign_bytes,
-    "fma.rn.bf16x2 whole, $1, factor, shift;": _values_of_bytes,
+    "fma.rn.bf16x2 whole, pair, factor, shift;": _values_of_bytes,
     "fma.rn.bf16x2 $0, $1, factor, shift;": _quarter_of_pairs,
 }
 

@@ -26,12 +26,12 @@ SIZE, HEADS, HEAD_DIM = 64, 1, 64
 CPU = torch.device("cpu")
 
 
-def make_kv(kernels, target="int8"):
+def make_kv(kernels, target="int8", device=CPU):
     settings = {"page_size": SIZE, "head_dim": HEAD_DIM, "dtype": torch.bfloat16}
     geometry = KVGeometry(1, HEADS, HEAD_DIM, SIZE, torch.bfloat16)
     plan = CapacityPlan(8, 4, 8, 0, PageBytes(1, 1, 1), "test")
     codec = make_codec("uniform4", target=target, **settings)
-    return GpuKVCache(geometry, codec, plan, CPU, kernels=kernels)
+    return GpuKVCache(geometry, codec, plan, device, kernels=kernels)
 
 
 def encode_a_page(kv):
@@ -66,10 +66,10 @@ def test_triton_runs_here(name, kernels, device):
         OPERATIONS[name](make_kv(kernels))
 
 
-def test_exact_records_and_tails_have_a_triton_kernel_only():
-    rows = DraftRows(2, 4, 8, SIZE, CPU)
-    RecordStep(make_kv("cuda", "exact"), 4, rows, 2)
-    AnchorStep(make_kv("cuda", "exact"), 4, rows, 2, past=False)
+def test_exact_records_and_tails_have_a_triton_kernel_only(device):
+    rows = DraftRows(2, 4, 8, SIZE, device)
+    RecordStep(make_kv("cuda", "exact", device), 4, rows, 2)
+    AnchorStep(make_kv("cuda", "exact", device), 4, rows, 2, past=False)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.jit import cuda_verify
 from kvspec_kernels.jit.cuda_verify import tail_aligned
 from kvspec_kernels.ops.attention import VerifyAttention
+from kvspec_kernels.ops.attention_plan import AttentionPlan
+from kvspec_kernels.ops.triton_attention import decodes_refined
 from kvspec_testkit.kernels.cases import make_case, results_for
 from kvspec_testkit.kernels.comparison import assert_attention
 
@@ -40,7 +43,13 @@ SHAPES = [
     ("exact", "log4-2bit", 32, 32, 2, 1, BF16),
     ("int8", "log4-2bit", 64, 128, 1, 8, BF16),
     ("int8", "uniform4-2bit", 128, 256, 1, 2, FP16),
+    ("int8", "uniform4", 256, 64, 2, 1, BF16),
+    ("int8", "uniform4-2bit", 64, 64, 1, 4, BF16),
+    ("int8", "uniform4-2bit", 128, 128, 1, 2, BF16),
+    ("int8", "uniform4", 192, 128, 1, 2, BF16),
 ]
+# Those whose words jit/refined_attention.py decodes.
+BY_WORDS = [SHAPES[1], *SHAPES[13:16]]
 
 
 def shape_id(shape: tuple) -> str:
@@ -61,6 +70,29 @@ def options_of(shape: tuple, device: torch.device) -> dict[str, object]:
         "dtype": dtype,
         "device": device,
     }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+def test_which_pages_are_decoded_by_words(shape, device):
+    target, codec, page_size, head_dim, heads, group, dtype = shape
+    index = torch.zeros(2, dtype=torch.int32, device=device)
+    plan = AttentionPlan(
+        indptr=index,
+        indices=index,
+        last_page_len=index[:1],
+        qo_indptr=index,
+        num_qo_heads=heads * group,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        settings=SETTINGS[codec](page_size),
+        q_dtype=dtype,
+        sm_scale=1.0,
+        source=target,
+        max_qo_len=4,
+        num_sms=1,
+    )
+    assert decodes_refined(plan) == (shape in BY_WORDS)
 
 
 WAYS_TO_JOIN = ["joined by a kernel", "by the last block"]
@@ -165,13 +197,16 @@ def test_kernels_share_a_workspace_with_either_way_to_join(prepare, device, monk
         assert_attention(case, out, lse, weights=FP16)
 
 
-@pytest.mark.parametrize("codec", ["log4", "uniform4"])
+@pytest.mark.parametrize(
+    ("codec", "page_size", "head_dim"),
+    [("log4", 64, 128), *(("uniform4", *sizes) for sizes in product((64, 128), (64, 128)))],
+)
 @pytest.mark.parametrize("q_len", [1, 16])
-def test_anchors_of_2_bits_give_the_same_bits(codec, q_len, prepare, device):
+def test_anchors_of_2_bits_give_the_same_bits(codec, page_size, head_dim, q_len, prepare, device):
     """Their halves and corrections hold the 4-bit codes, only in other places."""
     outs, lses = [], []
     for name in (codec, f"{codec}-2bit"):
-        options = options_of(("int8", name, 64, 128, 1, 4, BF16), device)
+        options = options_of(("int8", name, page_size, head_dim, 1, 4, BF16), device)
         case = make_case([150], q_lens=[q_len], tail_lens=[q_len], **options)
         out, lse = results_for(case)
         prepare(case, num_sms=2)(out, lse)
@@ -222,6 +257,36 @@ def test_lengths_change_in_place(prepare, device):
         used = dataclasses.replace(case, q=case.q[:num_tokens])
         assert_attention(used, out[:num_tokens], lse[:num_tokens])
         assert (out[num_tokens:] == 0).all()
+
+
+# CUDA kernels decode to fp16, so they cannot hold such values.
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("size", [1e-6, 1e-4, 1e4, 1e10], ids=str)
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("codec", ["uniform4", "uniform4-2bit"])
+def test_values_of_any_size(codec, part, size, check, device):
+    shape = ("int8", codec, 64, 64, 1, 4, BF16)
+    case = make_case([70, 5], q_lens=[3, 1], **options_of(shape, device))
+    layout = formats.anchor_layout(case.settings, 64, 64)
+    for name in ("scale", "zero"):
+        layout[f"{part}_{name}"].view(case.anchors).mul_(size)
+    if part == "k":
+        case.q.div_(size)
+    check(case)
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_values_at_the_end_of_bf16_stay_finite(prepare, device):
+    """Scales are rounded, so that a value may be more than bf16 has. Of one token, as sums of
+    several such values are more than fp32 has."""
+    case = make_case([1], source="int8", settings=Uniform4Settings(), dtype=BF16, device=device)
+    layout = formats.anchor_layout(case.settings, 64, 64)
+    for name, value in (("zero", 3.3e38), ("scale", 2e36)):
+        layout[f"v_{name}"].view(case.anchors).fill_(value)
+    out, lse = results_for(case)
+    prepare(case)(out, lse)
+    assert out.isfinite().all()
+    assert out.max() == torch.finfo(BF16).max
 
 
 def test_values_at_the_end_of_fp16_stay_finite(prepare, device):
