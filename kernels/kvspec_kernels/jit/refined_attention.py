@@ -99,10 +99,11 @@ def attend_to_refined(
             CORRECTIONS=V_CORRECTIONS,
         )
         k = decode_k(k_fields, HEAD_DIM, INTERPRET)
-        v = decode_v(v_fields, HEAD_DIM, INTERPRET)
         # Rows without a query have scores of 0, and nothing reads what becomes of them.
         scores = tl.dot(q, k, input_precision="ieee")
-        scores = tl.where((tokens < num_seen)[None, :], scores, float("-inf"))
+        v = decode_v(v_fields, HEAD_DIM, INTERPRET)
+        if num_seen < BLOCK_N:
+            scores = tl.where((tokens < num_seen)[None, :], scores, float("-inf"))
         # Scaled after the maximum, so that scaling and subtracting it are one operation.
         new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
         acc, top, total = weigh(

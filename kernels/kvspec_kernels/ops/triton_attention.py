@@ -45,7 +45,7 @@ WORD_PROGRAMS_PER_SM = 16
 WORD_STAGES = 3
 # Stages of the loop of jit/refined_attention.py, the first of which load indices. With 16 query
 # tokens of 16 requests of 32K, an H200 takes 658 us with 5, 738 us with 3 and 792 us with 2.
-REFINED_STAGES = 5
+REFINED_STAGES = 8
 # Other GPUs have no registers for more. Not measured.
 SMALL_REFINED_STAGES = 2
 # Programs per multiprocessor: twice as many as registers hold. An H200 takes 658 us with 4, 669 us
