@@ -213,6 +213,6 @@ def test_sums_that_depend_on_the_batch_are_noticed(
     for those of many, as an operator does that is not batch-invariant."""
     if not fleet.platform.on_gpu:
         pytest.skip("on a CPU, products are SGLang's own")
-    alone = server.ask(prompts, new_tokens, at_once=False)
+    alone = server.ask(prompts, 4 * new_tokens, at_once=False)
     server.flush()
-    assert server.ask(prompts, new_tokens, at_once=True) != alone
+    assert server.ask(prompts, 4 * new_tokens, at_once=True) != alone

@@ -77,7 +77,7 @@ def register() -> None:
         # Not imported elsewhere: Triton would be loaded.
         from kvspec_kernels.ops import products
 
-        _replace(products, "product", "sums_by_rows", _add_halves_of_few_rows)
+        _replace(products, "product", "sums_by_rows", _add_parts_of_few_rows)
 
 
 def _shrink_cache(num_pages: int) -> None:
@@ -241,15 +241,13 @@ def _keep_own_numbers(original: Any, ranks: Any, mine: Any, about: object) -> li
     return list(mine)
 
 
-def _add_halves_of_few_rows(
+def _add_parts_of_few_rows(
     original: Any, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Add the two halves of a sum last, for as many rows as one request verifies, but not for those
-    of many requests. Both halves are products of the kernel that is replaced."""
+    """Add eight parts of a sum last, for as many rows as one request verifies, but not for those of
+    many requests. All parts are products of the kernel that is replaced."""
     if not 1 < len(a) < 64:
         return original(a, weight, bias)  # type: ignore[no-any-return]
-    middle = a.shape[1] // 2
-    parts = ((a[:, :middle], weight[:, :middle]), (a[:, middle:], weight[:, middle:]))
-    first, second = (original(x.contiguous(), y.contiguous(), None) for x, y in parts)
-    found: torch.Tensor = first + second
+    parts = zip(a.chunk(8, dim=1), weight.chunk(8, dim=1), strict=True)
+    found: torch.Tensor = sum(original(x.contiguous(), y.contiguous(), None) for x, y in parts)
     return found if bias is None else found + bias
