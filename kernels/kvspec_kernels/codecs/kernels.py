@@ -39,7 +39,9 @@ class TritonDecode:
     arguments and results of decode_log4 in jit/log4.py. offset: name of the field that is added to
     a code times its scale, without k_ or v_. is_affine: True if codes of 4-bit anchors, in the
     order of formats.py, are values in units of a bf16 scale, from a bf16 offset on, with one of
-    each for a channel of a chunk of K and for a token of V (jit/word_attention.py).
+    each for a channel of a chunk of K and for a token of V (jit/word_attention.py). With
+    corrections, 16 * code + correction are values in units of a 16th of the scale, and the rest of
+    2-bit codes follows the corrections (jit/refined_attention.py).
     """
 
     function: str

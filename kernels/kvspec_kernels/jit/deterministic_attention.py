@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit.attention import attend
 from kvspec_kernels.jit.rounding import operand, rounded
+from kvspec_kernels.jit.softmax import attend
 
 
 @triton.jit

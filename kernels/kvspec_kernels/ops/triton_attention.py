@@ -43,13 +43,14 @@ WORD_ROWS = 16
 WORD_PROGRAMS_PER_SM = 16
 # Pages that a program has in flight. With two, an H200 takes 219 us.
 WORD_STAGES = 3
-# Stages of the loop of jit/refined_attention.py, the first of which load indices. With 16 query
-# tokens of 16 requests of 32K, an H200 takes 658 us with 5, 738 us with 3 and 792 us with 2.
+# Stages of the loop of jit/refined_attention.py, of which loads of indices take some. With 16 query
+# tokens of 16 requests of 32K, an H200 takes 608 us with 8, of which 3 pages are in flight, and
+# 614 us with 5, of which 2 are.
 REFINED_STAGES = 8
 # Other GPUs have no registers for more. Not measured.
 SMALL_REFINED_STAGES = 2
-# Programs per multiprocessor: twice as many as registers hold. An H200 takes 658 us with 4, 669 us
-# with 2 and 755 us with 3.
+# Programs per multiprocessor: twice as many as registers hold. An H200 takes 608 us with 4, 617 us
+# with 2 and 623 us with 6.
 REFINED_PROGRAMS_PER_SM = 4
 # Tokens of the tail that a step of a program takes.
 WORD_TAIL = 16
