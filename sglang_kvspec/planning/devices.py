@@ -1,7 +1,8 @@
 """Speeds of GPUs: published figures, and the share of each that is reached.
 
 Shares were measured on one H200. A test compares them with the microseconds in
-benchmarks/results/attention_h200.json. On the other GPUs the same shares are assumed.
+benchmarks/results/attention_h200.json and attention_triton.json. On other GPUs the same shares are
+assumed, those of CUDA kernels on Hopper and those of Triton kernels elsewhere.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ MEMORY_SHARE = 0.88
 class Device:
     """Published figures of one GPU: HBM bytes and bytes/s, link bytes/s one way, BF16 FLOP/s.
 
-    link_share: share of the link's bandwidth that copies of whole pages reach. has_figures: the
-    shares of this module apply, which are those of CUDA kernels. Any other GPU takes Triton
-    kernels, which were not measured there: a plan is an estimate only.
+    link_share: share of the link's bandwidth that copies of whole pages reach. has_figures: CUDA
+    kernels cover the GPU. Any other takes Triton kernels, which were not measured there: a plan is
+    an estimate only.
     """
 
     name: str
@@ -91,13 +92,20 @@ class AttentionShares:
     verify_flops: float
 
 
-# Shares of our kernels, measured with the target `int8`. `exact` verifies on plain values: there
-# FlashInfer's prefill kernel over BF16 pages stands in for our kernel, which was not measured.
-ATTENTION_SHARES: Mapping[tuple[str, Target], AttentionShares] = {
+# Shares of our CUDA kernels, measured with the target `int8`. `exact` verifies on plain values:
+# there FlashInfer's prefill kernel over BF16 pages stands in for our kernel, which has no figure.
+CUDA_SHARES: Mapping[tuple[str, Target], AttentionShares] = {
     ("log4", "int8"): AttentionShares(draft=0.74, verify=0.75, verify_flops=0.377),
     ("uniform4", "int8"): AttentionShares(draft=0.79, verify=0.77, verify_flops=0.392),
     ("log4", "exact"): AttentionShares(draft=0.74, verify=0.91, verify_flops=0.343),
     ("uniform4", "exact"): AttentionShares(draft=0.79, verify=0.91, verify_flops=0.343),
+}
+# The same of our Triton kernels, on the same GPU.
+TRITON_SHARES: Mapping[tuple[str, Target], AttentionShares] = {
+    ("log4", "int8"): AttentionShares(draft=0.078, verify=0.101, verify_flops=0.065),
+    ("uniform4", "int8"): AttentionShares(draft=0.57, verify=0.30, verify_flops=0.232),
+    ("log4", "exact"): AttentionShares(draft=0.078, verify=0.91, verify_flops=0.343),
+    ("uniform4", "exact"): AttentionShares(draft=0.57, verify=0.91, verify_flops=0.343),
 }
 
 DEVICES: Mapping[str, Device] = {
@@ -132,6 +140,11 @@ MEASURED: Mapping[tuple[str, str], str] = {
     ("NVIDIA H100 80GB HBM3", "triton"): _KERNELS_TESTED,
 }
 NOT_MEASURED = "nothing was measured on this GPU"
+
+
+def attention_shares(device: Device, codec: str, target: Target) -> AttentionShares:
+    """Return the shares of the kernels that a device takes."""
+    return (CUDA_SHARES if device.has_figures else TRITON_SHARES)[codec, target]
 
 
 def measured_on(name: str, kernels: str) -> str:

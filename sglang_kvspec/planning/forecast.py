@@ -19,12 +19,12 @@ from sglang_kvspec.planning.capacity import PageBytes, window_pages_for
 from sglang_kvspec.planning.costs import AcceptanceCurve, IterationCosts
 from sglang_kvspec.planning.devices import (
     ALL_REDUCE_S,
-    ATTENTION_SHARES,
     LAYER_ENCODE_S,
     LAYER_LISTS_S,
     LAYER_OVERHEAD_S,
     MEMORY_SHARE,
     Device,
+    attention_shares,
 )
 from sglang_kvspec.planning.draft_budget import (
     ALL_PAGES,
@@ -148,7 +148,7 @@ class Deployment:
         """Seconds of each part of an iteration, from bytes and FLOPs and the shares reached.
         pages_read: share of the pages that drafts read. draft_weights: target or int4."""
         shape, device, page = self.rank_shape, self.device, self.page_bytes
-        shares = ATTENTION_SHARES[self.codec, self.target]
+        shares = attention_shares(device, self.codec, self.target)
         per_param = shape.weight_bytes_per_param / device.read_bytes_per_s
         # With the target `exact`, a verification reads the model's own values and no anchors.
         verified = page.residual + (page.anchor if self.target == "int8" else 0)

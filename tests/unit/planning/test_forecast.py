@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.costs import AcceptanceCurve
-from sglang_kvspec.planning.devices import ATTENTION_SHARES, READ_SHARE, find_device
+from sglang_kvspec.planning.devices import (
+    CUDA_SHARES,
+    READ_SHARE,
+    TRITON_SHARES,
+    find_device,
+)
 from sglang_kvspec.planning.draft_budget import ALL_PAGES, BUDGETS, kept_drafts
 from sglang_kvspec.planning.draft_weights import INT4_KEPT, int4_time
 from sglang_kvspec.planning.forecast import (
@@ -53,17 +58,27 @@ def deployment(**changes):
     return Deployment(**fields)
 
 
-@pytest.fixture(scope="module")
-def microseconds():
-    figures = json.loads((RESULTS / "attention_h200.json").read_text())["figures"]
+def microseconds_of(name):
+    figures = json.loads((RESULTS / name).read_text())["figures"]
     return {figure["name"]: figure["value"] for figure in figures}
 
 
+@pytest.fixture(scope="module")
+def microseconds():
+    return microseconds_of("attention_h200.json")
+
+
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])
-def test_shares_are_those_measured(microseconds, codec):
+@pytest.mark.parametrize(
+    ("shares", "result"),
+    [(CUDA_SHARES, "attention_h200.json"), (TRITON_SHARES, "attention_triton.json")],
+    ids=["cuda", "triton"],
+)
+def test_shares_are_those_measured(shares, result, codec):
     """The tolerance is 15 %. A kernel that becomes faster by more needs new constants."""
+    microseconds = microseconds_of(result)
     page = page_bytes_of(LAYER, codec, "int8", 64)
-    share = ATTENTION_SHARES[codec, "int8"]
+    share = shares[codec, "int8"]
 
     def of_bandwidth(page_bytes, name):
         seconds = microseconds[name] * 1e-6
@@ -80,12 +95,12 @@ def test_shares_are_those_measured(microseconds, codec):
     assert plain == pytest.approx(READ_SHARE, rel=0.15)
     assert draft == pytest.approx(share.draft, rel=0.15)
     assert verify == pytest.approx(share.verify, rel=0.15)
-    assert exact == pytest.approx(ATTENTION_SHARES[codec, "exact"].verify, rel=0.15)
+    assert exact == pytest.approx(shares[codec, "exact"].verify, rel=0.15)
     assert of_flops(64, f"attn.verify64.16x32768.{codec}.us") == pytest.approx(
         share.verify_flops, rel=0.15
     )
     assert of_flops(64, "attn.verify64.16x32768.flashinfer_bf16_fa2.us") == pytest.approx(
-        ATTENTION_SHARES[codec, "exact"].verify_flops, rel=0.15
+        shares[codec, "exact"].verify_flops, rel=0.15
     )
 
 
