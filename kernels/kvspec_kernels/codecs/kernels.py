@@ -40,8 +40,9 @@ class TritonDecode:
     a code times its scale, without k_ or v_. is_affine: True if codes of 4-bit anchors, in the
     order of formats.py, are values in units of a bf16 scale, from a bf16 offset on, with one of
     each for a channel of a chunk of K and for a token of V (jit/word_attention.py). With
-    corrections, 16 * code + correction are values in units of a 16th of the scale, and the rest of
-    2-bit codes follows the corrections (jit/refined_attention.py).
+    corrections, 16 * code + correction are values in units of a 16th of the scale. With anchors of
+    2 bits, the rest of the codes follows the corrections (jit/refined_attention.py). Kernels then
+    decode 4-bit drafts and 8-bit values on their own, without the function, where they cover them.
     """
 
     function: str

@@ -94,8 +94,8 @@ def attention_kernel(
 
     Pointers to the tail are None if there is no tail. qo_indptr_ptr is None if every request has
     ROWS query tokens. LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
-    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields. REFINED_STAGES: as in
-    `refined_attention.py`, or 0 to load codes one by one.
+    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields. REFINED_STAGES: STAGES
+    of `refined_attention.py`, or 0 to load codes one by one.
     """
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
@@ -171,7 +171,7 @@ def attention_kernel(
             STAGES=REFINED_STAGES,
         )
 
-    # The order of channels above is another one.
+    # In the order of channels that the tail and all other loads of pages have.
     q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=mask_q, other=0.0)
     q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
     if not REFINED_STAGES:

@@ -8,15 +8,15 @@ import triton.language as tl
 
 from kvspec_kernels.jit.refined_tiles import (
     OPERAND_UNIT,
-    column,
     decode_k,
     decode_v,
     load_k,
     load_v,
+    thread_column,
     token_masks,
 )
 from kvspec_kernels.jit.rounding import rounded
-from kvspec_kernels.jit.softmax import weigh
+from kvspec_kernels.jit.softmax import attend_by_scores
 
 
 @triton.jit
@@ -55,12 +55,13 @@ def attend_to_refined(
     STAGES: tl.constexpr,
 ):
     """Return (acc, top, total) of an online softmax over units unit_begin .. unit_end - 1 of a
-    request's past. q_rows_ptr, mask_m: [M, 1]. anchors_ptr, residuals_ptr: those of the KV head.
-    BLOCK_N is code_tiles.TILE_TOKENS. STAGES: stages of the loop over units."""
-    channels = column(tl.arange(0, HEAD_DIM))
+    request's past. q_rows_ptr, mask_m: [M, 1]. anchors_ptr, residuals_ptr: records of the KV head.
+    scale_log2 must be positive. DTYPE is bf16, BLOCK_N is code_tiles.TILE_TOKENS. STAGES: stages of
+    the loop over units."""
+    channels = thread_column(tl.arange(0, HEAD_DIM))
     q = tl.load(q_rows_ptr + channels[None, :], mask=mask_m, other=0.0)
     q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
-    tokens = column(tl.arange(0, BLOCK_N))
+    tokens = thread_column(tl.arange(0, BLOCK_N))
     scale = scale_log2 * OPERAND_UNIT
     # Only the last unit of a past may have tokens that are not seen.
     near_mask, far_mask = token_masks((past_len - 1) % BLOCK_N + 1)
@@ -106,7 +107,7 @@ def attend_to_refined(
             scores = tl.where((tokens < num_seen)[None, :], scores, float("-inf"))
         # Scaled after the maximum, so that scaling and subtracting it are one operation.
         new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-        acc, top, total = weigh(
+        acc, top, total = attend_by_scores(
             scores, v, scale, acc, top, new_top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
         )
     # Values may be a little more than DTYPE has, as scales are rounded.

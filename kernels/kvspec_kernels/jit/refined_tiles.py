@@ -1,12 +1,12 @@
 """Decode words of uniform4 codes and their corrections to bf16 operands of products.
 
-The integers of a value, 16 * code + correction + 8, are a byte. As the low bits of a bf16 number
-they are that number times 2 to the power of -133, so two fused operations decode a pair of values:
-the first makes (byte - 8) / 64, exactly, and the second a fourth of the value, rounded once. Being
-a fourth, none overflows. Anchors of 2 bits give the same bytes.
+The byte of a value is 16 * code + correction + 8. In the low bits of a bf16 number, a byte is
+itself times 2 to the power of -133. Two fused operations decode two values: the first makes
+(byte - 8) / 64 exactly, the second a fourth of the value, rounded once. A fourth never overflows.
+Anchors of 2 bits give the same bytes.
 
-Columns of operands stand in the order of `column()`, in which values that a thread decodes lie next
-to each other and go to shared memory 16 bytes at a time.
+Columns of operands stand in the order of `thread_column()`. In this order, values that a thread
+decodes are neighbours, and go to shared memory 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvspec_kernels.jit.code_tiles import TILE_TOKENS, load_words
 
-# What operands have to be multiplied with.
+# Unit of operands: they hold a fourth of the values.
 OPERAND_UNIT = tl.constexpr(4.0)
 LOW_NIBBLES = tl.constexpr(0x0F0F0F0F)
 HIGH_NIBBLES = tl.constexpr(-0x0F0F0F10)
@@ -31,8 +31,8 @@ HIGH_HALF = tl.constexpr(-0x10000)
 
 
 @triton.jit
-def column(place):
-    """Return the number of the column that stands at a place of an operand."""
+def thread_column(place):
+    """Return the number of the column that stands at a place of an operand here."""
     of_tile = place % 4 // 2 * 8 + place % 64 // 16 * 2 + place % 2
     return place // 64 * 64 + place % 16 // 4 * 16 + of_tile
 
@@ -155,8 +155,8 @@ def _of_columns(pairs, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _decoded(loaded, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRET: tl.constexpr):
-    """Return values [rows of tiles, upper or lower, 8 rows, COLUMNS], the latter in the order of
-    column(). loaded: (codes, corrections, scales, offsets), of which the latter two are (pairs of
+    """Return values [rows of tiles, upper or lower, 8 rows, COLUMNS], columns in the order of
+    thread_column(). loaded: (codes, corrections, scales, offsets). Scales and offsets are (pairs of
     columns 0 to 7 of tiles, pairs of the others)."""
     codes, corrections, scales, offsets = loaded
     rows: tl.constexpr = ROWS // 16
@@ -211,7 +211,8 @@ def _load_token_words(ptr, first, ODD: tl.constexpr, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _load_token_pairs(ptr, first, masks, PAGE_SIZE: tl.constexpr):
-    """Load bf16 metadata of TILE_TOKENS tokens from `first` on likewise."""
+    """Load bf16 metadata of TILE_TOKENS tokens from `first` on as (pairs of tokens 0 to 7 of tiles,
+    pairs of the others), each [1, 1, 4, 4 tiles]. masks: as of token_masks(), applied to both."""
     even = _load_token_words(ptr, first, 0, PAGE_SIZE)
     odd = _load_token_words(ptr, first, 1, PAGE_SIZE)
     near = (even & LOW_HALF) | (odd << 16)
@@ -272,9 +273,8 @@ def load_v(
     SCALE: tl.constexpr,
     CORRECTIONS: tl.constexpr,
 ):
-    """Load what decode_v() takes likewise. masks: those of
-    token_masks(), as tokens that were never written may have NaN, and NaN times a weight of 0 is
-    NaN."""
+    """Load what decode_v() takes of TILE_TOKENS tokens from `first` on. masks: as of token_masks().
+    Metadata of tokens that were never written may be NaN, and NaN times a weight of 0 is NaN."""
     words = _load_codes(
         anchor_ptr + CODES,
         residual_ptr + (CORRECTIONS + PAGE_SIZE * HEAD_DIM // 2),
@@ -300,8 +300,8 @@ def load_v(
 
 @triton.jit
 def decode_k(loaded, HEAD_DIM: tl.constexpr, INTERPRET: tl.constexpr):
-    """Return K [HEAD_DIM, TILE_TOKENS] of load_k(), in units of 1 / OPERAND_UNIT. Tokens and
-    channels stand in the order of column(). Values of tokens that are not seen are finite."""
+    """Return K [HEAD_DIM, TILE_TOKENS] of load_k(), in units of OPERAND_UNIT. Tokens and channels
+    stand in the order of thread_column(). Values of tokens that are not seen are finite."""
     k = _decoded(loaded, TILE_TOKENS, HEAD_DIM, INTERPRET)
     # Token 16 a + 8 b + 2 c + d stands at 16 c + 4 a + 2 b + d.
     k = tl.reshape(k, [TILE_TOKENS // 16, 2, 4, 2, HEAD_DIM])
@@ -310,7 +310,7 @@ def decode_k(loaded, HEAD_DIM: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def decode_v(loaded, HEAD_DIM: tl.constexpr, INTERPRET: tl.constexpr):
-    """Return V [TILE_TOKENS, HEAD_DIM] of load_v() likewise, with channels as they are. Values of
-    tokens that are not seen are 0."""
+    """Return V [TILE_TOKENS, HEAD_DIM] of load_v(), in units of OPERAND_UNIT. Tokens stand in the
+    order of thread_column(), channels in their own. Values of tokens that masks hide are 0."""
     v = _decoded(loaded, HEAD_DIM, TILE_TOKENS, INTERPRET)
     return tl.trans(tl.reshape(v, [HEAD_DIM, TILE_TOKENS]))

@@ -16,13 +16,14 @@ def attend(
     scores = tl.dot(q, k, input_precision="ieee") * scale_log2
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    return weigh(scores, v, 1.0, acc, top, new_top, total, DTYPE, INTERPRET)
+    return attend_by_scores(scores, v, 1.0, acc, top, new_top, total, DTYPE, INTERPRET)
 
 
 @triton.jit
-def weigh(scores, v, scale, acc, top, new_top, total, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Take one step with scores [M, N], which are yet to be scaled, and the new maxima of scaled
-    ones [M]."""
+def attend_by_scores(
+    scores, v, scale, acc, top, new_top, total, DTYPE: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """Take one step with scores [M, N] before scaling, and the maxima of scaled scores [M]."""
     # For rows that have seen no token yet, -inf minus -inf would be NaN.
     finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * scale - finite_top[:, None])

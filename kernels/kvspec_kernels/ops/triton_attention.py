@@ -43,12 +43,10 @@ WORD_ROWS = 16
 WORD_PROGRAMS_PER_SM = 16
 # Pages that a program has in flight. With two, an H200 takes 219 us.
 WORD_STAGES = 3
-# Stages of the loop of jit/refined_attention.py, of which loads of indices take some. With 16 query
-# tokens of 16 requests of 32K, an H200 takes 608 us with 8, of which 3 pages are in flight, and
-# 614 us with 5, of which 2 are.
+# Stages of the loop of jit/refined_attention.py. Loads of indices take some: 8 have 3 pages in
+# flight, and 5 have 2. An H200 takes 608 us with 8 and 614 us with 5, with 16 query tokens of 16
+# requests of 32K.
 REFINED_STAGES = 8
-# Other GPUs have no registers for more. Not measured.
-SMALL_REFINED_STAGES = 2
 # Programs per multiprocessor: twice as many as registers hold. An H200 takes 608 us with 4, 617 us
 # with 2 and 623 us with 6.
 REFINED_PROGRAMS_PER_SM = 4
@@ -146,7 +144,8 @@ class TritonAttention:
         if not INTERPRETED and plan.device.type != "cuda":
             raise ValueError(
                 f"indptr must be on a CUDA device, got {plan.device}: to run the kernels on a CPU, "
-                "set TRITON_INTERPRET=1 before triton is imported"
+                "set TRITON_INTERPRET=1 before triton is imported, and call patch_interpreter() of "
+                "kvspec_testkit.kernels.interpreter"
             )
         self._plan = plan
         sizes = Launch.of(plan)
@@ -264,24 +263,23 @@ def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
 
 
 def decodes_refined(plan: AttentionPlan) -> bool:
-    """Return True if jit/refined_attention.py attends to the records. It does to those with 2-bit
-    anchors wherever it does to those with 4 bits, which give the same bits."""
+    """Return True if jit/refined_attention.py attends to the records. Anchors of 2 and of 4 bits
+    take the same path, for the same bits."""
     decode = plan.settings.triton_decode(plan.page_size)
     tile, pairs = TILE_TOKENS.value, 2 * TILE_TOKENS.value
+    # Metadata is loaded 4 bytes at a time.
+    names = [f"{part}_{name}" for part in "kv" for name in ("scale", decode.offset)]
     return (
         plan.source == "int8"
+        and plan.sm_scale > 0
         and decode.is_affine
+        and plan.settings.anchor_bits in (2, 4)
+        and all(plan.anchor_layout[name].offset % 4 == 0 for name in names)
         and (plan.page_size == tile or plan.page_size % pairs == 0)
         and decode.chunks[0] % tile == 0
         and plan.head_dim in WORD_HEAD_DIMS
         and plan.q_dtype == torch.bfloat16
     )
-
-
-def _refined_stages(plan: AttentionPlan) -> int:
-    if not decodes_refined(plan):
-        return 0
-    return REFINED_STAGES if is_large(plan.device) else SMALL_REFINED_STAGES
 
 
 def decodes_words(plan: AttentionPlan) -> bool:
@@ -313,7 +311,7 @@ def _code_constants(plan: AttentionPlan) -> dict[str, Any]:
     constants: dict[str, Any] = {
         "table_ptr": _code_values(plan),
         "SOURCE": plan.source,
-        "REFINED_STAGES": _refined_stages(plan),
+        "REFINED_STAGES": REFINED_STAGES if decodes_refined(plan) else 0,
         "DECODE": kernel_function(decode.function),
         "ANCHOR_BITS": plan.settings.anchor_bits,
         "V_CHUNK": decode.chunks[1],

@@ -15,7 +15,7 @@ Values = tuple[torch.Tensor, ...]
 
 
 def patch_interpreter() -> None:
-    """Give the interpreter exact fused multiply-adds and the assembly of `jit/arithmetic.py`.
+    """Give the interpreter exact fused multiply-adds and the assembly of the kernels.
 
     Results of approximate instructions are off by as much as a GPU's may be, some up and some down.
     Any other assembly raises NotImplementedError.
@@ -124,14 +124,16 @@ def _quarter_of_pairs(values: Values) -> torch.Tensor:
     return quarters.bfloat16().view(torch.int32)
 
 
-# Each instruction, by a part of its assembly.
+# Each instruction, by a part of its assembly, in which one space stands between words.
 INSTRUCTIONS: dict[str, Callable[[Values], torch.Tensor]] = {
     "rcp.approx.ftz.f32": _reciprocal,
     "lg2.approx.ftz.f32": _logarithm,
     "fma.rn.sat.f32": _saturated_fma,
     "prmt.b32 $0, $1, $1, 0x1230;": _swap_odd_bytes,
     "prmt.b32 x, $1, $2, 0x0073;": _sign_bytes,
-    "fma.rn.bf16x2 whole, pair, factor, shift;": _values_of_bytes,
+    "prmt.b32 pair, $1, 0, $4; mov.b32 factor, 0x7F007F00; mov.b32 shift, 0xBE00BE00; "
+    "fma.rn.bf16x2 whole, pair, factor, shift; fma.rn.bf16x2 $0, whole, $2, $3;": _values_of_bytes,
+    "mov.b32 factor, 0x3E803E80; mov.b32 shift, 0x80008000; "
     "fma.rn.bf16x2 $0, $1, factor, shift;": _quarter_of_pairs,
 }
 
@@ -144,7 +146,8 @@ def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
 def _create_inline_asm(
     self: Any, assembly: str, constraints: str, values: Any, types: Any, pure: bool, pack: int
 ) -> Any:
-    found = [run for name, run in INSTRUCTIONS.items() if name in assembly]
+    spaced = " ".join(assembly.split())
+    found = [run for name, run in INSTRUCTIONS.items() if name in spaced]
     if len(found) != 1:
         raise NotImplementedError(
             f"INSTRUCTIONS must have exactly one entry for {assembly!r}, found {len(found)}"

@@ -239,6 +239,10 @@ def _attention_launches() -> dict[str, Callable[[], None]]:
     found["draft of 1, uniform4 in 2 bits, heads of 128"] = partial(
         attend, "uniform4", "anchor", 128, 1, anchor_bits=2
     )
+    for page_size in (64, 256):
+        found[f"verify int8 of 16, uniform4 in 2 bits, heads of 128, pages of {page_size}"] = (
+            partial(attend, "uniform4", "int8", 128, 16, anchor_bits=2, page_size=page_size)
+        )
     for group in (1, 8, 16):
         found[f"draft of 1, uniform4, heads of 128, groups of {group}"] = partial(
             attend, "uniform4", "anchor", 128, 1, group=group

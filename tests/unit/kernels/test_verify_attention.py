@@ -24,6 +24,7 @@ SETTINGS = {
     "uniform4": Uniform4Settings.for_page,
     "log4-2bit": partial(Log4Settings.for_page, anchor_bits=2),
     "uniform4-2bit": partial(Uniform4Settings.for_page, anchor_bits=2),
+    "uniform4-wide": lambda page_size: Uniform4Settings(k_group=page_size),
 }
 HAS_CUDA = torch.cuda.is_available()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -46,10 +47,12 @@ SHAPES = [
     ("int8", "uniform4", 256, 64, 2, 1, BF16),
     ("int8", "uniform4-2bit", 64, 64, 1, 4, BF16),
     ("int8", "uniform4-2bit", 128, 128, 1, 2, BF16),
+    ("int8", "uniform4-2bit", 256, 64, 1, 2, BF16),
+    ("int8", "uniform4-wide", 256, 64, 1, 2, BF16),
     ("int8", "uniform4", 192, 128, 1, 2, BF16),
 ]
 # Those whose words jit/refined_attention.py decodes.
-BY_WORDS = [SHAPES[1], *SHAPES[13:16]]
+BY_WORDS = [SHAPES[1], *SHAPES[13:18]]
 
 
 def shape_id(shape: tuple) -> str:
@@ -276,9 +279,16 @@ def test_values_of_any_size(codec, part, size, check, device):
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("sm_scale", [-0.125, 0.0])
+def test_scales_that_are_not_positive(sm_scale, check, device):
+    case = make_case([70, 5], q_lens=[3, 1], tail_lens=[3, 1], **options_of(SHAPES[1], device))
+    check(case, sm_scale=sm_scale)
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_values_at_the_end_of_bf16_stay_finite(prepare, device):
-    """Scales are rounded, so that a value may be more than bf16 has. Of one token, as sums of
-    several such values are more than fp32 has."""
+    """A value that is more than bf16 has, as scales are rounded. One token: sums of several such
+    values are more than fp32 has."""
     case = make_case([1], source="int8", settings=Uniform4Settings(), dtype=BF16, device=device)
     layout = formats.anchor_layout(case.settings, 64, 64)
     for name, value in (("zero", 3.3e38), ("scale", 2e36)):
