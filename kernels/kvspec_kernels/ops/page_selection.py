@@ -146,9 +146,11 @@ class PageSelection:
             "INTERPRET": INTERPRETED,
             "NUM_SPLITS": NUM_SPLITS,
             "BLOCK_M": block_m,
-            "BLOCK_N": 64 if page_size % 64 == 0 else 32,
+            "BLOCK_N": 64 if page_size % 64 == 0 and head_dim <= 128 else 32,
             "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         }
+        # Keys of 256 channels fit the registers of 8 warps, and 32 of them 99 KiB of shared memory.
+        self._lse_warps = 8 if head_dim > 128 else 4
         self._mass = {"BLOCK_M": block_m, "BLOCK_P": max(1, MASS_TILE // block_m)}
         self._select = {"BLOCK_P": triton.next_power_of_2(most_pages)}
         self._nbytes = layout.nbytes
@@ -205,7 +207,7 @@ class PageSelection:
             stride_anchor_head=anchors.stride(1),
             **self._shared,
             **self._keys,
-            num_warps=4,
+            num_warps=self._lse_warps,
             num_stages=1,
         )
 
