@@ -34,12 +34,12 @@ def metadata(low, high):
 
 
 @triton.jit
-def _element(x, prepared, WITH_CORRECTIONS: tl.constexpr):
-    """Return the code and the correction + 8 of a value, int32."""
+def _element(x, prepared, SHIFT: tl.constexpr, WITH_CORRECTIONS: tl.constexpr):
+    """Return the code and the correction + 8 of a value, each at bit SHIFT of an int32."""
     norm, minus_scale = prepared
     ratio = arithmetic.quotient(arithmetic.difference(x, norm), norm)
     rounded = tl.minimum(tl.maximum(ratio, 0.0), 15.0) + arithmetic.MAGIC
-    code = arithmetic.integer_of(rounded)
+    code = arithmetic.integer_of(rounded) << SHIFT
     if not WITH_CORRECTIONS:
         return code, code
     # A code times a scale has at most 12 bits: the product is exact, fused or not.
@@ -47,29 +47,24 @@ def _element(x, prepared, WITH_CORRECTIONS: tl.constexpr):
     ratio = arithmetic.quotient(tl.fma(x, norm[0], minus_anchor), norm)
     clamped = tl.minimum(tl.maximum(ratio, -0.5), 0.4375)
     correction = tl.fma(clamped, 16.0, arithmetic.MAGIC + 8.0)
-    return code, arithmetic.integer_of(correction)
-
-
-@triton.jit
-def _half(a, b, c, d):
-    """Return four nibbles as the low half of a word. Triton 3.7.1 aborts where one of several
-    numbers is not shifted and the others are."""
-    return ((d * 16 + c) * 16 + b) * 16 + a
+    return code, arithmetic.integer_of(correction) << SHIFT
 
 
 @triton.jit
 def words(x, prepared, WITH_CORRECTIONS: tl.constexpr):
     """Return (codes, corrections), int32: one word per position, from 8 values x and their groups'
     metadata. Corrections are meaningless unless WITH_CORRECTIONS."""
-    c0, l0 = _element(x[0], prepared[0], WITH_CORRECTIONS)
-    c1, l1 = _element(x[1], prepared[1], WITH_CORRECTIONS)
-    c2, l2 = _element(x[2], prepared[2], WITH_CORRECTIONS)
-    c3, l3 = _element(x[3], prepared[3], WITH_CORRECTIONS)
-    c4, l4 = _element(x[4], prepared[4], WITH_CORRECTIONS)
-    c5, l5 = _element(x[5], prepared[5], WITH_CORRECTIONS)
-    c6, l6 = _element(x[6], prepared[6], WITH_CORRECTIONS)
-    c7, l7 = _element(x[7], prepared[7], WITH_CORRECTIONS)
-    codes = _half(c0, c2, c4, c6) + (_half(c1, c3, c5, c7) << 16)
-    corrections = _half(l0, l2, l4, l6) + (_half(l1, l3, l5, l7) << 16)
+    c0, l0 = _element(x[0], prepared[0], 4, WITH_CORRECTIONS)
+    c1, l1 = _element(x[1], prepared[1], 16, WITH_CORRECTIONS)
+    c2, l2 = _element(x[2], prepared[2], 8, WITH_CORRECTIONS)
+    c3, l3 = _element(x[3], prepared[3], 20, WITH_CORRECTIONS)
+    c4, l4 = _element(x[4], prepared[4], 12, WITH_CORRECTIONS)
+    c5, l5 = _element(x[5], prepared[5], 24, WITH_CORRECTIONS)
+    c6, l6 = _element(x[6], prepared[6], 16, WITH_CORRECTIONS)
+    c7, l7 = _element(x[7], prepared[7], 28, WITH_CORRECTIONS)
+    # Even nibbles are shifted 4 bits too far: Triton 3.7.1 aborts where one of several numbers is not
+    # shifted and the others are.
+    codes = (((c0 + c2) + (c4 + c6)) >> 4) + ((c1 + c3) + (c5 + c7))
+    corrections = (((l0 + l2) + (l4 + l6)) >> 4) + ((l1 + l3) + (l5 + l7))
     # Flipping the highest bit of each nibble turns l + 8 into two's complement.
     return codes, corrections ^ -2004318072
