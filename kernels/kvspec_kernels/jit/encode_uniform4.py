@@ -62,8 +62,8 @@ def words(x, prepared, WITH_CORRECTIONS: tl.constexpr):
     c5, l5 = _element(x[5], prepared[5], 24, WITH_CORRECTIONS)
     c6, l6 = _element(x[6], prepared[6], 16, WITH_CORRECTIONS)
     c7, l7 = _element(x[7], prepared[7], 28, WITH_CORRECTIONS)
-    # Even nibbles are shifted 4 bits too far: Triton 3.7.1 aborts where one of several numbers is not
-    # shifted and the others are.
+    # Even ones are shifted 4 bits too far: Triton 3.7.1 aborts where one of several numbers is not
+    # shifted, and the others are.
     codes = (((c0 + c2) + (c4 + c6)) >> 4) + ((c1 + c3) + (c5 + c7))
     corrections = (((l0 + l2) + (l4 + l6)) >> 4) + ((l1 + l3) + (l5 + l7))
     # Flipping the highest bit of each nibble turns l + 8 into two's complement.
