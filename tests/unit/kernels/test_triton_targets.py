@@ -28,9 +28,16 @@ from sglang_kvspec.runtime.targets.deterministic import DeterministicAttention
 OPS = Path(products.__file__).parent
 CAPABILITIES = ("8.6", "12.0")
 SMALL_BYTES = 101_376
-# Bytes a thread that may lie in memory instead of registers. Caches hold them. Triton 3.7 and later
-# need more: 1,776 in an encoder of log4 (benchmarks/results/triton_targets_38.json).
-MOST_LOCAL = 32 if Version(triton.__version__) < Version("3.7") else 1776
+# Bytes a thread that may lie in memory instead of registers. Caches hold them.
+MOST_LOCAL = 32
+# Launches that need more with Triton 3.7.1 or 3.8.0, and no other.
+MORE_LOCAL = {
+    "verify int8 of 16, log4, heads of 128": 40,
+    "exact in order, pages of 128, heads of 128": 56,
+    "encode int8, uniform4, pages of 128, heads of 256": 152,
+    "draft of 1, uniform4, heads of 128": 280,
+}
+IS_NEWER = Version(triton.__version__) >= Version("3.7")
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 
 
@@ -63,7 +70,10 @@ def test_launches_fit_gpus_of_little_shared_memory(compiled):
 
 
 def test_registers_hold_nearly_everything(compiled):
-    spilled = [each for each in compiled if each["local_bytes"] > MOST_LOCAL]
+    allowed = MORE_LOCAL if IS_NEWER else {}
+    spilled = [
+        each for each in compiled if each["local_bytes"] > allowed.get(each["launch"], MOST_LOCAL)
+    ]
     assert not spilled
     assert not [each for each in compiled if each["registers"] * each["num_warps"] * 32 > 65536]
 
