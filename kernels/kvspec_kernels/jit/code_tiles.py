@@ -65,18 +65,18 @@ def load_words(
 
 
 @triton.jit
-def _pair(bits):
-    """Return both halves of each word as fp16, in a new last dimension."""
-    left = bits.to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.join(left, (bits >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+def halves(bits, DTYPE: tl.constexpr):
+    """Return both halves of each word as numbers of 16 bits, in a new last dimension."""
+    left = bits.to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.join(left, (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True))
 
 
 @triton.jit
 def _operand(near, near_below, far, far_below, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the operand of words that hold two elements each. near: those of columns 0 to 7 of
     each tile. below: those of rows 8 to 15."""
-    upper = tl.join(_pair(near), _pair(far))
-    lower = tl.join(_pair(near_below), _pair(far_below))
+    upper = tl.join(halves(near, tl.float16), halves(far, tl.float16))
+    lower = tl.join(halves(near_below, tl.float16), halves(far_below, tl.float16))
     values = tl.join(upper, lower)
     row_tiles: tl.constexpr = ROWS // 16
     groups: tl.constexpr = COLUMNS // 64

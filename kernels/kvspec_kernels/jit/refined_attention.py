@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvspec_kernels.jit.pages import find_page
 from kvspec_kernels.jit.refined_tiles import (
     OPERAND_UNIT,
     decode_k,
@@ -66,11 +67,12 @@ def attend_to_refined(
     # Only the last unit of a past may have tokens that are not seen.
     near_mask, far_mask = token_masks((past_len - 1) % BLOCK_N + 1)
     for unit in tl.range(unit_begin, unit_end, num_stages=STAGES):
-        page = tl.load(page_list_ptr + unit // (PAGE_SIZE // BLOCK_N)).to(tl.int64)
+        page, num_seen = find_page(
+            page_list_ptr, unit * BLOCK_N, past_len, 1, LISTS_BY_HEAD=False, PAGE_SIZE=PAGE_SIZE
+        )
         slot = tl.load(residual_slots_ptr + page).to(tl.int64)
         anchor_ptr = anchors_ptr + page * stride_anchor_page
         residual_ptr = residuals_ptr + slot * stride_residual_slot
-        num_seen = past_len - unit * BLOCK_N
         first = unit % (PAGE_SIZE // BLOCK_N) * BLOCK_N
         k_fields = load_k(
             anchor_ptr,

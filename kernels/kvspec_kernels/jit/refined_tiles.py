@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvspec_kernels.jit.code_tiles import TILE_TOKENS, load_words
+from kvspec_kernels.jit.code_tiles import TILE_TOKENS, halves, load_words
 
 # Unit of operands: they hold a fourth of the values.
 OPERAND_UNIT = tl.constexpr(4.0)
@@ -66,6 +66,27 @@ def _words_of_pairs(codes, rest, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _load_part(
+    ptr,
+    first_row,
+    first_column,
+    ALL_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Load words [tiles / 4, 8 rows, 4 columns, 4 tiles] of an operand, which is a part of a matrix
+    of ALL_COLUMNS columns."""
+    return load_words(
+        ptr,
+        (first_row // 16 * ALL_COLUMNS // 16 + first_column // 16) // 4,
+        ALL_COLUMNS // 64,
+        GROUPS=COLUMNS // 64,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+    )
+
+
+@triton.jit
 def _load_codes(
     codes_ptr,
     rest_ptr,
@@ -79,14 +100,7 @@ def _load_codes(
     """Load words [tiles / 4, 8 rows, 4 columns, 4 tiles] of 4-bit codes of an operand, which is a
     part of a matrix of ALL_COLUMNS columns."""
     if ANCHOR_BITS == 4:
-        return load_words(
-            codes_ptr,
-            (first_row // 16 * ALL_COLUMNS // 16 + first_column // 16) // 4,
-            ALL_COLUMNS // 64,
-            GROUPS=COLUMNS // 64,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-        )
+        return _load_part(codes_ptr, first_row, first_column, ALL_COLUMNS, ROWS, COLUMNS)
     else:
         first = first_row * ALL_COLUMNS // 4
         first_pair = first_column // 32
@@ -142,8 +156,7 @@ def _value_pairs(bytes, selector: tl.constexpr, scales, offsets, INTERPRET: tl.c
         left = (words << 16).to(tl.float32, bitcast=True)
         return tl.join(left, (words & HIGH_HALF).to(tl.float32, bitcast=True))
     else:
-        left = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return tl.join(left, (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+        return halves(words, tl.bfloat16)
 
 
 @triton.jit
@@ -245,14 +258,7 @@ def load_k(
         ROWS=TILE_TOKENS,
         COLUMNS=HEAD_DIM,
     )
-    corrections = load_words(
-        residual_ptr + CORRECTIONS,
-        first * HEAD_DIM // 1024,
-        HEAD_DIM // 64,
-        GROUPS=HEAD_DIM // 64,
-        ROWS=TILE_TOKENS,
-        COLUMNS=HEAD_DIM,
-    )
+    corrections = _load_part(residual_ptr + CORRECTIONS, first, 0, HEAD_DIM, TILE_TOKENS, HEAD_DIM)
     chunk = first // CHUNK * (HEAD_DIM * 2)
     scales = _load_channel_pairs(anchor_ptr + (chunk + SCALE), HEAD_DIM)
     offsets = _load_channel_pairs(anchor_ptr + (chunk + OFFSET), HEAD_DIM)
@@ -285,14 +291,7 @@ def load_v(
         ROWS=HEAD_DIM,
         COLUMNS=TILE_TOKENS,
     )
-    corrections = load_words(
-        residual_ptr + CORRECTIONS,
-        first // 64,
-        PAGE_SIZE // 64,
-        GROUPS=1,
-        ROWS=HEAD_DIM,
-        COLUMNS=TILE_TOKENS,
-    )
+    corrections = _load_part(residual_ptr + CORRECTIONS, 0, first, PAGE_SIZE, HEAD_DIM, TILE_TOKENS)
     scales = _load_token_pairs(anchor_ptr + SCALE, first, masks, PAGE_SIZE)
     offsets = _load_token_pairs(anchor_ptr + OFFSET, first, masks, PAGE_SIZE)
     return words, corrections, scales, offsets
