@@ -14,6 +14,7 @@ from kvspec_patches import (
     drafts_histogram,
     engine_args,
     finish_state,
+    flush_cache,
     from_cli_args,
     fused_kv_write,
     http_app,
@@ -339,6 +340,13 @@ HOOKS = (
         prefix_close.hook,
         until="0.5.17",
         remove_when="SGLang 0.5.16 is no longer supported",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache",
+        "before",
+        "kvspec",
+        flush_cache.hook,
+        remove_when="SGLang does not count finished requests as running",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load",

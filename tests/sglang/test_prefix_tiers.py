@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import requests
 from harness.arrival import run_staggered
 from harness.client import GenerateClient, Output
 from harness.comparison import compare
+from harness.faults import fault_environment, fault_file_in
 from harness.models import DEMO_MODEL
 from harness.prefix_folders import spoil
 from harness.progress import Progress
@@ -42,11 +43,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(servers: ServerSwitch, folder: Path) -> StartServer:
+def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fault_file_in(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def start(servers: ServerSwitch, folder: Path, fault_file: Path) -> StartServer:
     spec = ServerSpec(
         DEMO_MODEL,
         (POOL, "--kvspec", HOST, f"--kvspec-prefix-dir={folder}"),
-        STRICT_CHECKS.environment,
+        (*STRICT_CHECKS.environment, *fault_environment(KVSPEC_FAULT_FILE=fault_file)),
     )
     return lambda: servers.use(spec)
 
@@ -150,10 +156,31 @@ def test_a_flush_leaves_what_is_on_disk_and_nothing_else(
     assert total_hits(again)["disk"] > 0
 
 
+@pytest.fixture
+def late(fault_file: Path) -> Iterator[None]:
+    """While a test runs, the scheduler receives a client's next message right behind an answer,
+    before it has dropped the request."""
+    fault_file.write_text("late_to_receive")
+    yield
+    fault_file.write_text("none")
+
+
+@pytest.mark.usefixtures("late")
+def test_a_flush_right_behind_an_answer(start: StartServer, cold: list[Output]) -> None:
+    client = start()
+    for _ in range(2):
+        assert tokens_of(ask(client)) == tokens_of(cold)
+        # Without a timeout, SGLang does not wait until a request has ended.
+        reply = requests.post(f"{client.base_url}/flush_cache", timeout=60)
+        assert reply.ok, reply.text
+        assert client.kvspec_report()["pools"]["num_pages_allocated"] == 0
+
+
 def test_an_update_of_weights_ends_the_use_of_the_disk(
-    start: StartServer, cold: list[Output]
+    start: StartServer, cold: list[Output], late: None
 ) -> None:
     client = start()
+    ask(client)
     reply = requests.post(
         f"{client.base_url}/update_weights_from_disk",
         json={"model_path": str(DEMO_MODEL)},

@@ -34,6 +34,8 @@ def register() -> None:
         _set_headroom(int(os.environ["KVSPEC_HEADROOM_TOKENS"]))
     if "KVSPEC_FAULT_FILE" not in os.environ:
         return
+    from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+
     from sglang_kvspec.kv.prefix_store import MemoryStore, PrefixStore
     from sglang_kvspec.kv.reference_cache import ReferenceKVCache
     from sglang_kvspec.kv.residual_cache import ResidualCache
@@ -56,6 +58,7 @@ def register() -> None:
     # Faults of the machine: under them answers stay right or fail.
     _replace(ResidualCache, "finish_fetches", "stalled_copy", _finish_nothing)
     _replace(ResidualCache, "write", "flipped_bit", _flip_a_bit)
+    _replace(SchedulerRequestReceiver, "recv_requests", "late_to_receive", _receive_late)
     # All ranks must use what the first rank decides: here the other ranks decide otherwise.
     _replace(spec_sampler, "adjust_logits", "ranks_differ", _shift_on_other_ranks)
     _replace(spec_sampler, "accept_matching", "ranks_differ", _choose_others_on_other_ranks)
@@ -166,6 +169,15 @@ def _flip_a_bit(
     store = residuals.store
     if layer == store.num_layers - 1:
         store.layer(layer)[pages, 0, 0] ^= 1
+
+
+def _receive_late(original: Any, receiver: Any) -> Any:
+    """Once requests have been answered, wait for the next message before anything else is done: the
+    scheduler of a busy machine, and a client that sends at once."""
+    batch = receiver.get_last_batch()
+    if batch is not None and batch.reqs and all(req.finished() for req in batch.reqs):
+        receiver.recv_from_tokenizer.poll()
+    return original(receiver)
 
 
 def _is_another_rank() -> bool:

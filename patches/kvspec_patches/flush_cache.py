@@ -1,0 +1,17 @@
+"""Scheduler.flush_cache: requests that have finished do not keep a server from flushing.
+
+SGLang 0.5.17 drops finished requests when it makes the next batch, after it has received messages.
+A message that a client sends as soon as it has its answer may come first. A flush is then refused,
+and an update of weights ends the server, although nothing runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def hook(self: Any, *args: Any, **kwargs: Any) -> None:
+    for batch in (self.running_batch, self.last_batch):
+        # A batch with a request that runs stays as it is: its flush is refused, as it must be.
+        if batch is not None and all(req.finished() for req in batch.reqs):
+            batch.filter_batch()
