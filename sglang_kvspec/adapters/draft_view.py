@@ -18,8 +18,8 @@ from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_view import DraftView, MassView, ViewShape
 from sglang_kvspec.runtime.page_scorer import NoScores, PageScorer, ReferenceScorer
 from sglang_kvspec.runtime.ranks import Ranks
-from sglang_kvspec.runtime.scored_tokens import ScoredPageLists, ScoredTokens
-from sglang_kvspec.scorers.making import find_scorer
+from sglang_kvspec.runtime.scored_tokens import SamePages, ScoredPageLists, ScoredTokens
+from sglang_kvspec.scorers.making import allocation_of
 
 
 def view_of(config: KVSpecConfig, *, on_gpu: bool) -> str:
@@ -37,7 +37,9 @@ def make_view(config: KVSpecConfig, model: Any, kv: PagedKVCache, ranks: Ranks) 
     name, geometry = view_of(config, on_gpu=isinstance(kv, GpuKVCache)), kv.geometry
     compressor = config.parsed_compressor
     if compressor is not None:
-        allocation = compressor.heads or find_scorer(compressor.name).allocation
+        allocation = allocation_of(compressor)
+        if allocation == "same" and compressor.by == "pages":
+            return SamePages(geometry.page_size)
         if isinstance(kv, GpuKVCache):
             return ScoredPageLists(allocation, geometry.page_size)
         by_tokens = compressor.by == "tokens"

@@ -42,6 +42,7 @@ from sglang_kvspec.runtime.device_pages import nbytes_of
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 from sglang_kvspec.runtime.targets.flashinfer_pages import WORKSPACE_BYTES
+from sglang_kvspec.scorers.making import allocation_of
 
 # Host memory left to the operating system and to SGLang's own processes.
 HOST_RESERVE_BYTES = 2 * GIB
@@ -126,9 +127,12 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             return 0
         geometry = geometry_of(self._kvc)
         most_pages = -(-int(model.context_len) // geometry.page_size)
-        if config.compressor is not None:
+        compressor = config.parsed_compressor
+        if compressor is not None:
             # A list entry for each page of each layer and KV head.
             heads = geometry.num_layers * geometry.num_kv_heads
+            if allocation_of(compressor) == "same":
+                heads = 0
             lists = int(args.max_running_requests) * most_pages * heads * torch.int32.itemsize
             return lists + earlier_tokens.nbytes_of(geometry, most_pages)
         return nbytes_of(

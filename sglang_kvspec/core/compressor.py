@@ -15,9 +15,10 @@ AUTO_COMPRESSOR = "auto"
 # Units in which drafts read what a scorer keeps.
 Unit = Literal["pages", "tokens"]
 # Tokens that compete for the budget. head: those of one layer and KV head, so that all heads read
-# equally many. layer: those of all KV heads of a layer. model: those of all layers. With several
-# ranks, only heads of one rank compete.
-Allocation = Literal["head", "layer", "model"]
+# equally many. layer: those of all KV heads of a layer. model: those of all layers. same: all heads
+# of all layers read the same tokens, by the sum of their scores. With several ranks, only heads of
+# one rank compete.
+Allocation = Literal["head", "layer", "model", "same"]
 _OPTION = re.compile(r"([a-z_]+)=([^,=]+)")
 
 

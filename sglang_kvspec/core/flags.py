@@ -283,8 +283,8 @@ FLAGS: tuple[Flag, ...] = (
         unset="none",
         help="method of KV-cache compression whose scores choose what the model's own drafts read, "
         "with its options; `by=tokens` reads single tokens instead of pages, and "
-        "`heads={head,layer,model}` says which heads share a budget; `auto` takes the method and "
-        "the budget that a study found best; see `sglang-kvspec compressors`",
+        "`heads={head,layer,model,same}` says which heads share a budget or read the same; `auto` "
+        "takes the method and the budget that a study found best; see `sglang-kvspec compressors`",
         note="a GPU takes methods that score pages at the prefill; verifications read all pages",
         needs=(
             Need(

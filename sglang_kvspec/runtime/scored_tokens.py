@@ -62,6 +62,24 @@ class ScoredPageLists:
         return _num_read(state, num_pages, self._allocation, size, size)
 
 
+class SamePages:
+    """View of the pages with the best scores, and of all pages that have none, the same for all
+    layers and KV heads."""
+
+    per_head: ClassVar[bool] = False
+    num_queries: ClassVar[int] = 0
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+
+    def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
+        """Return the pages, see TokenScores.same_pages(); None for all."""
+        if _reads_all(state):
+            return None
+        assert state.token_scores is not None
+        return state.token_scores.same_pages(state.budget, self._page_size, num_pages)
+
+
 def _reads_all(state: RequestState) -> bool:
     return state.token_scores is None or state.budget == ALL_PAGES
 

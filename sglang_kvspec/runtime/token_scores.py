@@ -23,8 +23,9 @@ class TokenScores:
     _kept: dict[float, torch.Tensor] = field(default_factory=dict)
     _num_unread: dict[float, float] = field(default_factory=dict)
     _lists: dict[float, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    # Newest lists of pages, and what they were made for.
+    # Newest lists of pages, of each head or of all, and what they were made for.
     _pages: tuple[float, int, torch.Tensor] | None = None
+    _same_pages: tuple[float, int, torch.Tensor] | None = None
 
     def kept(self, budget: float, allocation: Allocation, unit: int) -> torch.Tensor:
         """Return which tokens of whole units drafts read, see kept_tokens()."""
@@ -55,6 +56,16 @@ class TokenScores:
                 lists = self._followed(budget, kept, spare)
             self._pages = (budget, num_pages, lists)
         return self._pages[2]
+
+    def same_pages(self, budget: float, page_size: int, num_pages: int) -> torch.Tensor:
+        """Return which of the first num_pages pages drafts read where all heads read the same,
+        ascending, int64 [num_read]: those that kept() selects, and all pages behind the scores."""
+        if self._same_pages is None or self._same_pages[:2] != (budget, num_pages):
+            kept = self._kept_units(budget, "same", page_size)[0, 0, :num_pages]
+            behind = torch.arange(len(kept), num_pages)
+            read = torch.cat((kept.nonzero().flatten(), behind))
+            self._same_pages = (budget, num_pages, read)
+        return self._same_pages[2]
 
     def _followed(self, budget: float, kept: torch.Tensor, spare: int) -> torch.Tensor:
         """Return the lists of pages that are kept, each followed by `spare` pages behind all of

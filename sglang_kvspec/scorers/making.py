@@ -52,6 +52,12 @@ def find_scorer(name: str) -> Any:
     return found
 
 
+def allocation_of(compressor: Compressor) -> Allocation:
+    """Return which heads share a budget: what was asked, or the scorer's own choice."""
+    allocation: Allocation = compressor.heads or find_scorer(compressor.name).allocation
+    return allocation
+
+
 def options_of(scorer: Any) -> dict[str, type]:
     """Return the type of each option of a scorer's class. Raises ConfigError for a type that text
     cannot be converted to."""

@@ -86,6 +86,8 @@ def test_a_choice_of_pages_needs_memory_of_a_gpu(monkeypatch):
     of_layer = 64 * 100 * 2 * 64 * (2 + 2 + 4)
     scored = 8 * lists // 2 + of_layer + 2 * 2**26 * 4
     assert nbytes(compressor="snapkv") == scored
+    # Without lists of their own, heads read those of SGLang's pages.
+    assert nbytes(compressor="snapkv:heads=same") == of_layer + 2 * 2**26 * 4
     assert nbytes("prefill", compressor="snapkv") == 0
 
 

@@ -25,7 +25,7 @@ def test_options_of_the_server_and_of_the_scorer_are_told_apart():
         ("random:seed", "must be NAME or NAME:key=value,key=value, got 'random:seed' with"),
         ("random:seed=1,seed=2", "random:seed=1,seed=2: the option seed is given twice"),
         ("random:by=words", "random:by=words: by must be one of pages, tokens, got 'words'"),
-        ("random:heads=all", "heads must be one of head, layer, model, got 'all'"),
+        ("random:heads=all", "heads must be one of head, layer, model, same, got 'all'"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(text, sentence):

@@ -17,7 +17,7 @@ from sglang_kvspec.runtime.earlier_tokens import EarlierTokens
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
-from sglang_kvspec.runtime.scored_tokens import ScoredPageLists, ScoredTokens
+from sglang_kvspec.runtime.scored_tokens import SamePages, ScoredPageLists, ScoredTokens
 from sglang_kvspec.runtime.token_scorer import MOST_PREFILLS, TokenScorer
 from sglang_kvspec.runtime.token_scores import TokenScores
 from sglang_kvspec.scorers.base import ALWAYS, About, Needs
@@ -248,8 +248,24 @@ def test_lists_grow_with_the_request(allocation):
             assert set(pages) <= set(range(num_pages + 1))
 
 
-def test_a_request_without_scores_reads_everything():
-    assert ScoredPageLists("head", SIZE).select(new_state(200, budget=0.1), 6) is None
+def test_all_heads_read_the_pages_of_the_mask():
+    pages, mask = SamePages(SIZE), ScoredTokens("same", SIZE, by_tokens=False)
+    state = new_state(8 * SIZE, budget=0.25)
+    state.token_scores = scores_of([ALWAYS, 3, 9, 8, 7, 1], [0, 2, 4, 6, 5, 0.5])
+    for num_pages in (6, 7, 8, 12, 7, 0, 3):
+        seen = mask.select(state, num_pages)[0, :, ::SIZE]
+        assert torch.equal(seen[0], seen[1])
+        found = pages.select(state, num_pages)
+        assert found.tolist() == seen[0].nonzero().flatten().tolist()
+        state.committed_len = num_pages * SIZE
+        assert DraftReads(pages, SIZE).tokens(state) == SIZE * len(found)
+    state.budget = 1.0
+    assert pages.select(state, 6) is None
+
+
+@pytest.mark.parametrize("view", [ScoredPageLists("head", SIZE), SamePages(SIZE)])
+def test_a_request_without_scores_reads_everything(view):
+    assert view.select(new_state(200, budget=0.1), 6) is None
 
 
 def test_lists_of_different_lengths_become_a_row(kv, attention_lab):

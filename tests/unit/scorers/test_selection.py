@@ -48,9 +48,30 @@ def kept_by_loops(scores, budget, allocation, unit):
     return kept
 
 
+def kept_together_by_loops(scores, budget, unit):
+    num_tokens = scores.shape[-1]
+    kept, worth = torch.zeros(scores.shape, dtype=torch.bool), []
+    for first in range(0, num_tokens, unit):
+        members = scores[..., first : first + unit]
+        if ALWAYS in members:
+            kept[..., first : first + unit] = True
+        else:
+            worth.append((-float(members.sum()), first))
+    for _, first in sorted(worth)[: math.ceil(budget * (num_tokens // unit))]:
+        kept[..., first : first + unit] = True
+    return kept
+
+
 @pytest.mark.parametrize("allocation", ["head", "layer", "model"])
 @given(case=cases(), budget=st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 1.0]))
 def test_the_best_units_of_those_that_compete_are_read(allocation, case, budget):
     scores, unit = case
     found = kept_tokens(scores, budget, allocation, unit)
     assert torch.equal(found, kept_by_loops(scores, budget, allocation, unit))
+
+
+@given(case=cases(), budget=st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 1.0]))
+def test_all_heads_read_the_same_units_if_asked(case, budget):
+    scores, unit = case
+    found = kept_tokens(scores, budget, "same", unit)
+    assert torch.equal(found, kept_together_by_loops(scores, budget, unit))
