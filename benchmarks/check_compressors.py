@@ -4,9 +4,10 @@
         [--more kvpress:press=SnapKVPress ...] [--jobs N] [--out RESULT.json]
 
 Each method has a CPU server of its own, with --kvspec-compressor or --kvspec-codec, in fp32. The
-scorers of tests/plugins, which choose as badly as they can, are methods too. Each server answers
-prompts one at a time, all at once, and continued behind their cached prefix. A scorer that needs a
-file is left out, and recorded with the reason, unless --file names one. --more: further values of
+scorers of tests/plugins, which choose as badly as they can, are methods too. Methods whose name
+ends in .freed also free the anchors that drafts do not read. Each server answers prompts one at a
+time, all at once, and continued behind their cached prefix. A scorer that needs a file is left out,
+and recorded with the reason, unless --file names one. --more: further values of
 --kvspec-compressor, such as presses of kvpress.
 """
 
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "demo-5m"
 PLUGINS = ROOT / "tests" / "plugins"
 ADVERSARIAL = ("keeps_nothing", "keeps_the_wrong_half", "changes_its_mind")
+FREEING = ("streaming", "snapkv", "kvzip", "tova", *ADVERSARIAL)
 # Lengths that end a page, that begin one, and of several chunks of 512 tokens.
 PROMPT_LENS = (128, 193, 300, 700, 1111, 1500)
 MORE_TOKENS, NEW_TOKENS = 40, 48
@@ -117,6 +119,7 @@ def all_methods(files: Sequence[str]) -> list[Method]:
             continue
         methods.append(scorer_method(text))
     methods += map(scorer_method, ADVERSARIAL)
+    methods += (scorer_method(f"{name}:keep_anchors=false") for name in FREEING)
     for name in CODECS.names():
         for bits in CODECS.load(name).bit_choices:
             flags = (f"--kvspec-codec={name}", f"--kvspec-anchor-bits={bits}")
@@ -129,6 +132,8 @@ def scorer_method(text: str) -> Method:
     compressor = parse_compressor(text)
     press = compressor.options.get("press")
     name = compressor.name if press is None else f"{compressor.name}.{press}"
+    if not compressor.keep_anchors:
+        name += ".freed"
     flags = (f"--kvspec-compressor={text}", f"--kvspec-draft-budget={BUDGET}")
     return Method(name, flags)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from sglang_kvspec.adapters.activation import check_untested
 from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, parse_compressor
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
@@ -43,11 +44,15 @@ def with_compressor(config: KVSpecConfig, *, on_gpu: bool) -> KVSpecConfig:
 
 
 def _check_served(text: str, *, on_gpu: bool) -> None:
-    """Raise ConfigError for wrong options, and UnsupportedError for what only a CPU does."""
+    """Raise ConfigError for wrong options, and UnsupportedError for what only a CPU does, or was
+    tested on."""
     compressor = parse_compressor(text)
     needs = make_scorer(compressor).needs
     if not on_gpu:
         return
+    if not compressor.keep_anchors:
+        flag = f"--kvspec-compressor {compressor.name} with keep_anchors=false"
+        check_untested(flag, "keep_anchors=true")
     for what, only_cpu in (
         ("chooses single tokens with by=tokens", compressor.by == "tokens"),
         ("reads prompts twice", needs.repeats),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 import psutil
@@ -25,9 +27,11 @@ from sglang_kvspec.core.units import GIB
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.staged_records import buffer_bytes
 from sglang_kvspec.planning.capacity import (
+    ALL_HAVE_ANCHORS,
     HOST_MEMORY,
     MAX_TOKENS,
     RECENT_WINDOW,
+    AnchorShare,
     CapacityPlan,
     PageBytes,
     kept_anchor_pages_for,
@@ -37,12 +41,16 @@ from sglang_kvspec.planning.capacity import (
     window_pages_for,
 )
 from sglang_kvspec.runtime import earlier_tokens
-from sglang_kvspec.runtime.budget_views import ScoredPages
+from sglang_kvspec.runtime.budget_views import DEFAULT_BUDGET, ScoredPages
 from sglang_kvspec.runtime.device_pages import nbytes_of
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 from sglang_kvspec.runtime.targets.flashinfer_pages import WORKSPACE_BYTES
 from sglang_kvspec.scorers.making import allocation_of
+
+# Share of the pages that have room for anchors besides those that a compressor keeps: for generated
+# tokens, whose anchors all stay.
+GENERATED_SHARE = 0.1
 
 # Host memory left to the operating system and to SGLang's own processes.
 HOST_RESERVE_BYTES = 2 * GIB
@@ -161,18 +169,18 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         )
         host_limit_bytes = least_of_all_ranks(available_host_bytes() // num_sharing)
         host_bytes = None if config.host_gb is None else int(config.host_gb * GIB) // num_sharing
+        anchors = _anchor_share(self._kvc, config)
         min_cache_pages = 0
         if self._kvc.device != "cpu":
             host_bytes = host_bytes or 0
             # Kernels read residuals from the cache only, which must hold the one request that
             # prefills at a time.
-            min_cache_pages = pages_of_one_request(
-                int(self._kvc.model_config.context_len), config.max_draft_len, geometry.page_size
-            )
+            min_cache_pages = _pages_of_one_request(self._kvc, config)
         elif host_bytes is None:
-            kept_bytes = kept_pages * page_bytes.anchor
+            kept_bytes = (kept_pages + anchors.least) * page_bytes.anchor
+            mean = replace(page_bytes, anchor=ceil(page_bytes.anchor * anchors.share))
             kv_bytes, host_limit_bytes = split_shared_memory(
-                budget_bytes - kept_bytes, page_bytes, window_pages, config.residual_hbm_fraction
+                budget_bytes - kept_bytes, mean, window_pages, config.residual_hbm_fraction
             )
             budget_bytes = kv_bytes + kept_bytes
         make = partial(
@@ -184,6 +192,7 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             host_limit_bytes=host_limit_bytes,
             max_pages=max_pages,
             kept_anchor_pages=kept_pages,
+            anchors=anchors,
         )
         plan = make(host_bytes=host_bytes, min_cache_pages=min_cache_pages)
         if self._kvc.device != "cpu" and plan.host_pages:
@@ -193,6 +202,20 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
                 plan = unhosted
         _plans[id(self._kvc)] = plan
         return MemoryPoolConfig(max_total_num_tokens=plan.num_pages * geometry.page_size)
+
+
+def _pages_of_one_request(kvc: Any, config: KVSpecConfig) -> int:
+    context_len = int(kvc.model_config.context_len)
+    return pages_of_one_request(context_len, config.max_draft_len, geometry_of(kvc).page_size)
+
+
+def _anchor_share(kvc: Any, config: KVSpecConfig) -> AnchorShare:
+    """Return how many pages have anchors at once. Where a compressor frees some, those of a prompt
+    stay until its scores are known."""
+    if not config.frees_anchors:
+        return ALL_HAVE_ANCHORS
+    budget = DEFAULT_BUDGET if config.asked_budget is None else config.asked_budget
+    return AnchorShare(min(1.0, budget + GENERATED_SHARE), _pages_of_one_request(kvc, config))
 
 
 def draft_copy_bytes(kvc: Any, config: KVSpecConfig) -> int:
@@ -254,13 +277,17 @@ def describe(
     """Return the plan in one line for a person. copies_bytes: from draft_copy_bytes()."""
     draft_len = config.draft_len if config.drafts else "off"
     kept, copies = plan.kept_anchor_pages * plan.page_bytes.anchor / GIB, copies_bytes / GIB
+    some_anchors = ""
+    if plan.pages_without_anchors:
+        some_anchors = f" of {plan.anchor_pages / plan.num_pages:.0%} of the pages at once"
     return (
         f"KVSpec: {plan.num_pages * page_size} tokens fit{_limit(plan, page_size)}; "
         f"target {config.target}, codec {config.codec} "
         f"({codec.anchor_bits_per_element:.2f} bits an element), draft length {draft_len}; "
         f"{f'on each of {num_ranks} ranks: ' if num_ranks > 1 else ''}"
         f"KV memory {plan.hbm_bytes / GIB:.2f} GiB = anchors "
-        f"{plan.num_pages * plan.page_bytes.anchor / GIB:.2f} + recent window "
+        f"{plan.anchor_pages * plan.page_bytes.anchor / GIB:.2f}"
+        f"{some_anchors} + recent window "
         f"{plan.window_pages * plan.page_bytes.plain / GIB:.2f} + residual cache "
         f"{plan.cache_pages * plan.page_bytes.residual / GIB:.2f}"
         f"{f' + kept anchors {kept:.2f}' if kept else ''}; "

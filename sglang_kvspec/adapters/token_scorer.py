@@ -40,7 +40,13 @@ def make_token_scorer(
     rotary = None
     if needs.rotary:
         rotary = _rotary_of(next(iter(blocks.values())), compressor.name)
-    made = TokenScorer(attention.kv, scorer, rotary, first_kv_head)
+    made = TokenScorer(
+        attention.kv,
+        scorer,
+        rotary,
+        first_kv_head,
+        frees_anchors=not compressor.keep_anchors,
+    )
     if needs.hidden:
         made.show_hidden(_watch_inputs(blocks, runner.token_to_kv_pool.start_layer))
     model = runner.model_config

@@ -25,17 +25,20 @@ _OPTION = re.compile(r"([a-z_]+)=([^,=]+)")
 @dataclass(frozen=True, slots=True)
 class Compressor:
     """A parsed value. by: units that drafts read. heads: heads among which tokens compete for the
-    budget, None for the scorer's own choice. options: the scorer's, by name, not converted yet."""
+    budget, None for the scorer's own choice. keep_anchors: False frees the anchors of pages that no
+    draft reads. options: the scorer's, by name, not converted yet."""
 
     name: str
     by: Unit
     heads: Allocation | None
+    keep_anchors: bool
     options: dict[str, str]
 
 
 def parse_compressor(text: str) -> Compressor:
     """Parse NAME[:key=value,...]. Raises ConfigError for text of another form, an option that is
-    given twice, and wrong values of `by` and `heads`."""
+    given twice, wrong values of `by`, `heads` and `keep_anchors`, and for keep_anchors=false where
+    heads read different pages or single tokens."""
     name, colon, rest = text.partition(":")
     options: dict[str, str] = {}
     for part in rest.split(",") if colon else ():
@@ -53,7 +56,18 @@ def parse_compressor(text: str) -> Compressor:
     _check_word(text, "by", by, get_args(Unit))
     if heads is not None:
         _check_word(text, "heads", heads, get_args(Allocation))
-    return Compressor(name, by, heads, options)  # type: ignore[arg-type]
+    keep = options.pop("keep_anchors", "true")
+    _check_word(text, "keep_anchors", keep, ("true", "false"))
+    if keep == "false":
+        for key, value, allowed in (("by", by, "pages"), ("heads", heads or "same", "same")):
+            if value != allowed:
+                raise ConfigError(
+                    f"--kvspec-compressor {text}: keep_anchors=false cannot be combined with "
+                    f"{key}={value} (allowed: {allowed}): a page's anchors are freed once no head "
+                    "reads the page"
+                )
+        heads = "same"
+    return Compressor(name, by, heads, keep == "true", options)  # type: ignore[arg-type]
 
 
 def _check_word(text: str, key: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -146,6 +146,13 @@ class KVSpecConfig:
         return None if self.compressor is None else parse_compressor(self.compressor)
 
     @property
+    def frees_anchors(self) -> bool:
+        """Return True if anchors of pages that no draft reads are freed."""
+        if self.compressor is None or self.compressor == AUTO_COMPRESSOR:
+            return False
+        return not parse_compressor(self.compressor).keep_anchors
+
+    @property
     def packs_residuals(self) -> bool:
         """Return True if residuals are packed outside of the KV cache."""
         return self.exact_residual == "packed"

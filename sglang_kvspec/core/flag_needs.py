@@ -115,12 +115,29 @@ def has_no_view(config: Settings) -> bool:
     return bool(config.draft_view == "auto")
 
 
+def verifies_without_freed_anchors(config: Settings) -> bool:
+    return not config.frees_anchors or has_exact_target(config)
+
+
+def stores_no_freed_anchors(config: Settings) -> bool:
+    return not config.frees_anchors or not config.keeps_prefixes
+
+
+def frees_anchors_that_it_can(config: Settings) -> bool:
+    """Return False where a compressor is to free anchors, and drafts read all of them."""
+    return not config.frees_anchors or config.draft_budget != 1
+
+
 def reads_some_pages(config: Settings) -> bool:
     return bool(config.draft_view != "all")
 
 
 def is_split_over_servers(config: Settings, server: Server) -> bool:
     return server.arguments.get("disaggregation_mode") in DISAGGREGATION_ROLES
+
+
+def frees_no_anchors_that_it_sends(config: Settings, server: Server) -> bool:
+    return not config.frees_anchors or not is_split_over_servers(config, server)
 
 
 def is_not_decode_server(config: Settings, server: Server) -> bool:

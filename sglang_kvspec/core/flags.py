@@ -35,6 +35,8 @@ from sglang_kvspec.core.flag_needs import (
     drafts_with_ngrams,
     fits_host,
     fits_prefix_host,
+    frees_anchors_that_it_can,
+    frees_no_anchors_that_it_sends,
     has_default_pages,
     has_no_view,
     has_view_of_its_drafts,
@@ -42,6 +44,8 @@ from sglang_kvspec.core.flag_needs import (
     is_not_decode_server,
     prefills_one_request,
     reads_some_pages,
+    stores_no_freed_anchors,
+    verifies_without_freed_anchors,
 )
 from sglang_kvspec.core.network_flags import NETWORK_FLAGS
 from sglang_kvspec.core.seams import (
@@ -282,9 +286,10 @@ FLAGS: tuple[Flag, ...] = (
         default=None,
         unset="none",
         help="method of KV-cache compression whose scores choose what the model's own drafts read, "
-        "with its options; `by=tokens` reads single tokens instead of pages, and "
-        "`heads={head,layer,model,same}` says which heads share a budget or read the same; `auto` "
-        "takes the method and the budget that a study found best; see `sglang-kvspec compressors`",
+        "with its options; `by=tokens` reads single tokens instead of pages, "
+        "`heads={head,layer,model,same}` says which heads share a budget or read the same, and "
+        "`keep_anchors=false` frees the anchors of pages that drafts do not read; `auto` takes the "
+        "method and the budget that a study found best; see `sglang-kvspec compressors`",
         note="a GPU takes methods that score pages at the prefill; verifications read all pages",
         needs=(
             Need(
@@ -302,11 +307,31 @@ FLAGS: tuple[Flag, ...] = (
                 drafts_at_all,
                 "{flag} {value} has no effect with --kvspec-draft-len 0 (allowed: auto, 1 or more)",
             ),
+            Need(
+                verifies_without_freed_anchors,
+                "{flag} {value} frees anchors, which verifications at --kvspec-target "
+                "{config.target} read (allowed: exact)",
+            ),
+            Need(
+                stores_no_freed_anchors,
+                "{flag} {value} frees anchors, which --kvspec-prefix-host-gb, --kvspec-prefix-dir "
+                "and --kvspec-prefix-server store (allowed: keep_anchors=true)",
+            ),
+            Need(
+                frees_anchors_that_it_can,
+                "{flag} {value} frees no anchors with --kvspec-draft-budget {config.draft_budget} "
+                "(allowed: auto, less than 1)",
+            ),
         ),
         server_needs=(
             ServerNeed(
                 is_not_decode_server,
                 "{flag} {value} is not supported on a decode server, which sees no prefill",
+            ),
+            ServerNeed(
+                frees_no_anchors_that_it_sends,
+                "{flag} {value} frees anchors, which a prefill server sends (allowed: "
+                "keep_anchors=true)",
             ),
         ),
     ),

@@ -9,13 +9,14 @@ import torch
 
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.kv.anchor_places import AnchorPlaces
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.recent_window import RecentWindow
 from sglang_kvspec.kv.record_copies import RecordCopies
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.record_transfers import RecordTransfers
 from sglang_kvspec.kv.residual_pages import Residuals
-from sglang_kvspec.planning.capacity import CapacityPlan
+from sglang_kvspec.planning.capacity import PADDING_PAGES, CapacityPlan
 
 
 class PagedKVCache(ABC):
@@ -23,7 +24,8 @@ class PagedKVCache(ABC):
 
     Page ids run from 0 (SGLang's padding page) to plan.num_pages. A page is free, in the window,
     encoded, or in the window and encoded. Opening, encoding and freeing apply to all layers.
-    records: reads and writes whole pages for tiers and links outside of the cache.
+    anchor_places: which encoded pages have anchors, and where in `anchors`. records: reads and
+    writes whole pages for tiers and links outside of the cache.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class PagedKVCache(ABC):
             RecordPool(
                 geometry.num_layers, num_slots, geometry.num_kv_heads, codec.anchor_bytes, device
             )
-            for num_slots in (plan.num_pages + 1, plan.kept_anchor_pages)
+            for num_slots in (plan.anchor_pages + PADDING_PAGES, plan.kept_anchor_pages)
         )
+        self.anchor_places = AnchorPlaces(plan.num_pages, plan.anchor_pages, device)
         self.window = RecentWindow(
             geometry, plan.num_pages, plan.window_pages, device, table_device
         )
@@ -106,6 +109,7 @@ class PagedKVCache(ABC):
     def _begin_encode(self, pages: Sequence[int]) -> None:
         assert self._encoded.isdisjoint(pages), "a page is already encoded"
         self.residuals.begin(pages)
+        self.anchor_places.begin(pages)
 
     def finish_encode(self, pages: Sequence[int]) -> None:
         """Make pages readable once all their layers are encoded."""
@@ -122,6 +126,7 @@ class PagedKVCache(ABC):
             "a page of the recent window is not free"
         )
         assert self._encoded.isdisjoint(pages), "a page is already encoded"
+        assert self.anchor_places.holds_all, "records that land need a place for their anchors"
         self.residuals.begin_landing(pages)
 
     def finish_anchors(self, pages: Iterable[int]) -> None:
@@ -141,12 +146,20 @@ class PagedKVCache(ABC):
 
     # Freeing
 
+    def free_anchors(self, pages: Sequence[int]) -> None:
+        """Free the anchors of pages that no draft will read; the pages may still be in the window.
+        The target must be `exact`, for which residuals alone suffice."""
+        assert self.codec.target == "exact", "verifications at int8 read anchors"
+        self.anchor_places.free_unread(pages)
+
     def free_pages(self, pages: Iterable[int]) -> None:
         """Forget the contents of pages that SGLang freed."""
+        pages = list(pages)
         for page in pages:
             self.window.release(page)
             self.residuals.release(page)
             self._encoded.discard(page)
+        self.anchor_places.release(pages)
 
     def free_all(self) -> None:
         """Forget all pages."""
@@ -162,6 +175,7 @@ class PagedKVCache(ABC):
         """Raise AssertionError when pools and tables disagree."""
         self.window.check_integrity()
         self.residuals.check_integrity()
+        self.anchor_places.check_integrity(self._encoded)
         num_absent = self.residuals.table.counts()["ABSENT"]
         assert num_absent == self.plan.num_pages + 1 - len(self._encoded), (
             "residual states and encoded pages disagree"

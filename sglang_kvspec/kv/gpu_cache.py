@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,14 @@ from sglang_kvspec.planning.capacity import CapacityPlan
 
 # Most committed pages that one launch per layer encodes.
 COMMIT_PAGES = 16
+
+
+class RecordSlots(NamedTuple):
+    """Slots of pages [N] for kernels that encode, each int32 on the device. anchors: -1 for an
+    entry that is no page. residuals: any valid slot for such an entry."""
+
+    anchors: torch.Tensor
+    residuals: torch.Tensor
 
 
 class GpuKVCache(PagedKVCache):
@@ -127,6 +136,7 @@ class GpuKVCache(PagedKVCache):
         if self._offloaded is not None:
             self._offloaded.require(reads, by_layer=by_layer)
         self._begin_encode(encodes)
+        self.anchor_places.sync()
         if self._offloaded is not None:
             self._offloaded.place(lends)
         yield
@@ -145,30 +155,28 @@ class GpuKVCache(PagedKVCache):
         k: torch.Tensor,
         v: torch.Tensor,
         source: torch.Tensor,
-        pages: torch.Tensor,
-        residual_slots: torch.Tensor,
+        slots: RecordSlots,
     ) -> None:
-        """Write the records of pages [N] of a layer: page i is source[i] of k, v [S, page_size,
-        num_kv_heads, head_dim]. source and pages are int32 on the device; entries of -1 in both are
-        skipped. residual_slots: residual_slots_of(pages), computed once for all layers of a
-        forward."""
+        """Write the records of N pages of a layer: page i is source[i] of k, v [S, page_size,
+        num_kv_heads, head_dim]. source: int32 on the device; entries of -1 are skipped. slots:
+        record_slots_of() the pages, computed once for all layers of a forward."""
         encode_pages(
             k,
             v,
             source,
             self.anchors.layer(layer),
-            pages,
+            slots.anchors,
             self.residuals.cache_layer(layer),
-            residual_slots,
+            slots.residuals,
             self.codec.settings,
             self.codec.target,  # type: ignore[arg-type]
             self.kernels,
         )
 
-    def residual_slots_of(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return the present residual slots of pages [N], both int32 on the device. The slot of a
-        page -1 is any valid one."""
-        return self.residual_slots.index_select(0, pages.clamp(min=0))
+    def record_slots_of(self, pages: torch.Tensor) -> RecordSlots:
+        """Return the present slots of pages [N] int32 on the device. Entries of -1 are no pages."""
+        residuals = self.residual_slots.index_select(0, pages.clamp(min=0))
+        return RecordSlots(self.anchor_places.on_device(pages), residuals)
 
     def exact_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of K and V of all residual slots of a layer. Each is [slots, num_kv_heads,
@@ -206,9 +214,9 @@ class GpuKVCache(PagedKVCache):
 
     def _encode_committing(self) -> None:
         source, pages = self._committing
-        slots = self.residual_slots_of(pages)
+        slots = self.record_slots_of(pages)
         for layer in range(self.geometry.num_layers):
-            self.encode_from(layer, *self.window.layer(layer), source, pages, slots)
+            self.encode_from(layer, *self.window.layer(layer), source, slots)
 
     def capture_commits(self) -> None:
         """Capture a CUDA graph of the kernels that commit_pages() launches, one per layer. The
@@ -238,6 +246,6 @@ class GpuKVCache(PagedKVCache):
                 rows = torch.arange(first, first + len(part), dtype=torch.int32)
                 ids = torch.tensor(part, dtype=torch.int32)
                 source, places = sent_together(self.device, [rows, ids])
-                slots = self.residual_slots_of(places)
+                slots = self.record_slots_of(places)
                 for layer in range(self.geometry.num_layers):
-                    self.encode_from(layer, k[:, layer], v[:, layer], source, places, slots)
+                    self.encode_from(layer, k[:, layer], v[:, layer], source, slots)

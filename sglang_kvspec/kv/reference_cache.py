@@ -110,6 +110,8 @@ class ReferenceKVCache(PagedKVCache):
             window, whole = row.split_written(size)
             self.open_pages(window)
             direct += whole
+            if row.kind is RowKind.DRAFT:
+                self.anchor_places.note_read(row.past_pages(size))
         if direct:
             self.begin_encode(direct)
         yield
@@ -119,10 +121,17 @@ class ReferenceKVCache(PagedKVCache):
     def encode(self, layer: int, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Encode pages [N] of one layer from k, v [N, page_size, num_kv_heads, head_dim]."""
         record = self.codec.encode(k, v)
-        self.anchors.write(layer, pages, record.anchor)
+        self.anchors.write(layer, self.anchor_places.of(pages), record.anchor)
         self.residuals.write(layer, pages, record.residual)
 
     # Reading
+
+    def draftable(self, pages: torch.Tensor) -> torch.Tensor:
+        """Return those of full pages [N] that a draft can read: from the window, or from
+        anchors."""
+        if self.anchor_places.holds_all:
+            return pages
+        return pages[(self.window.slots.table[pages] >= 0) | self.anchor_places.have(pages)]
 
     def read_draft(self, layer: int, pages: torch.Tensor, into: KV | None = None) -> KV:
         """Return distinct pages [N] as a draft sees them: from the window if possible, else from
@@ -149,7 +158,8 @@ class ReferenceKVCache(PagedKVCache):
     def _read_anchors(self, layer: int, pages: torch.Tensor, into: KV) -> None:
         def decode(fresh: torch.Tensor) -> KV:
             assert self._encoded.issuperset(fresh.tolist()), "a page without an anchor was read"
-            return self.codec.decode_anchor(self.anchors.read(layer, fresh))
+            assert bool(self.anchor_places.have(fresh).all()), "anchors without a place were read"
+            return self.codec.decode_anchor(self.anchors.read(layer, self.anchor_places.of(fresh)))
 
         self._decoded.read(layer, pages, decode, into)
 
@@ -161,7 +171,8 @@ class ReferenceKVCache(PagedKVCache):
         """
 
         def decode(encoded: torch.Tensor) -> KV:
-            records = self.anchors.read(layer, encoded), self.residuals.read(layer, encoded)
+            anchors = self.anchors.read(layer, self.anchor_places.of(encoded))
+            records = anchors, self.residuals.read(layer, encoded)
             if self.codec.target == "exact":
                 return self.codec.decode_target(*records)
             return self._targets.read(layer, encoded, records, self.codec.decode_target)

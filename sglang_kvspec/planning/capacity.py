@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from sglang_kvspec.core.errors import ConfigError
 
@@ -31,6 +32,7 @@ class CapacityPlan:
     host_pages: num_pages with a host store (write-through, one slot a page), 0 without one. Without
     a host store, cache_pages is num_pages. binding: the limit that set num_pages, one of the four
     above. kept_anchor_pages: pages whose anchors stay in KV memory after the pages were freed.
+    pages_without_anchors: how many of num_pages have no place for anchors, where all are in use.
     """
 
     num_pages: int
@@ -40,12 +42,18 @@ class CapacityPlan:
     page_bytes: PageBytes
     binding: str
     kept_anchor_pages: int = 0
+    pages_without_anchors: int = 0
+
+    @property
+    def anchor_pages(self) -> int:
+        """Pages that may have anchors at once."""
+        return self.num_pages - self.pages_without_anchors
 
     @property
     def hbm_bytes(self) -> int:
         page = self.page_bytes
         return (
-            (self.num_pages + PADDING_PAGES + self.kept_anchor_pages) * page.anchor
+            (self.anchor_pages + PADDING_PAGES + self.kept_anchor_pages) * page.anchor
             + self.window_bytes
             + self.cache_pages * page.residual
         )
@@ -62,6 +70,32 @@ class CapacityPlan:
     def plain_pages(self) -> int:
         """Pages that a pool in the model's KV dtype would hold in the same memory."""
         return self.hbm_bytes // self.page_bytes.plain
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorShare:
+    """Pages that have anchors at once: a share of all, and `least` more, at most all."""
+
+    share: float = 1.0
+    least: int = 0
+
+    def pages(self, num_pages: int) -> int:
+        return min(num_pages, ceil(num_pages * self.share) + self.least)
+
+    def most_pages(self, bytes_: int, anchor_bytes: int, beside_bytes: int = 0) -> int:
+        """Return how many pages fit into bytes_, each with beside_bytes, and with anchor_bytes if
+        it has anchors."""
+        all_have = bytes_ // (anchor_bytes + beside_bytes)
+        some_have = (bytes_ - self.least * anchor_bytes) // (
+            self.share * anchor_bytes + beside_bytes
+        )
+        num_pages = max(all_have, int(some_have))
+        while self.pages(num_pages) * anchor_bytes + num_pages * beside_bytes > max(bytes_, 0):
+            num_pages -= 1
+        return num_pages
+
+
+ALL_HAVE_ANCHORS = AnchorShare()
 
 
 def window_pages_for(
@@ -118,6 +152,7 @@ def plan_capacity(
     max_pages: int | None = None,
     min_cache_pages: int = 0,
     kept_anchor_pages: int = 0,
+    anchors: AnchorShare = ALL_HAVE_ANCHORS,
 ) -> CapacityPlan:
     """Divide budget_bytes of KV memory. The kept anchors get their part first.
 
@@ -129,14 +164,16 @@ def plan_capacity(
     rest = budget_bytes - window_pages * page_bytes.plain
     rest -= (kept_anchor_pages + PADDING_PAGES) * page_bytes.anchor
     limits: dict[str, int] = {}
-    all_cached = rest // (page_bytes.anchor + page_bytes.residual)
+    all_cached = anchors.most_pages(rest, page_bytes.anchor, page_bytes.residual)
     if host_bytes == 0:
         limits[KV_MEMORY] = all_cached
     else:
         # A cache that exceeds all residuals would be wasted: anchors get the surplus.
-        anchors = int(rest * (1 - residual_fraction)) // page_bytes.anchor
-        beside_cache = (rest - min_cache_pages * page_bytes.residual) // page_bytes.anchor
-        limits[KV_MEMORY] = max(min(anchors, beside_cache), all_cached)
+        of_anchors = min(
+            int(rest * (1 - residual_fraction)), rest - min_cache_pages * page_bytes.residual
+        )
+        beside_cache = anchors.most_pages(of_anchors, page_bytes.anchor)
+        limits[KV_MEMORY] = max(beside_cache, all_cached)
         limits[HOST_MEMORY] = (
             host_limit_bytes if host_bytes is None else host_bytes
         ) // page_bytes.residual
@@ -152,7 +189,7 @@ def plan_capacity(
         cache_pages = num_pages
     elif residual_fraction > 0 or min_cache_pages > 0:
         # The cache takes all that anchors leave: more than its share when another limit binds.
-        left = rest - num_pages * page_bytes.anchor
+        left = rest - anchors.pages(num_pages) * page_bytes.anchor
         cache_pages = min(left // page_bytes.residual, num_pages)
     plan = CapacityPlan(
         num_pages=num_pages,
@@ -162,6 +199,7 @@ def plan_capacity(
         page_bytes=page_bytes,
         binding=binding,
         kept_anchor_pages=kept_anchor_pages,
+        pages_without_anchors=num_pages - anchors.pages(num_pages),
     )
     if binding == KV_MEMORY and _is_mostly_window(plan):
         return replace(plan, binding=RECENT_WINDOW)

@@ -8,7 +8,7 @@ import torch
 
 from kvspec_kernels.ops.append import append
 from kvspec_kernels.ops.attention import Tail
-from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.gpu_cache import GpuKVCache, RecordSlots
 from sglang_kvspec.runtime.device_queries import DeviceQueries
 from sglang_kvspec.runtime.draft_rows import DraftRows
 from sglang_kvspec.runtime.side_stream import SideStream
@@ -64,7 +64,7 @@ class VerifyLayers:
     ) -> None:
         """queries: keeps the queries of all tokens."""
         self._kv, self._rows, self._attention, self._queries = kv, rows, attention, queries
-        self._residual_slots: torch.Tensor | None = None
+        self._slots: RecordSlots | None = None
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -76,11 +76,10 @@ class VerifyLayers:
         if rows.max_encoded:
             if layer == 0:
                 # All layers of this forward use these slots.
-                self._residual_slots = self._kv.residual_slots_of(rows.encode_pages)
-            assert self._residual_slots is not None
+                self._slots = self._kv.record_slots_of(rows.encode_pages)
+            assert self._slots is not None
             # Tokens behind a page that this forward fills must read it as it is encoded.
-            index = (rows.encode_source, rows.encode_pages, self._residual_slots)
-            self._kv.encode_from(layer, *window, *index)
+            self._kv.encode_from(layer, *window, rows.encode_source, self._slots)
         index = (rows.tail_indptr[: parts + 1], rows.tail_slots, rows.tail_lens[:parts])
         return self._attention.run(layer, q, Tail(*window, *index))
 

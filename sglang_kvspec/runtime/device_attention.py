@@ -11,7 +11,7 @@ import torch
 
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind, prefill_row
-from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.gpu_cache import GpuKVCache, RecordSlots
 from sglang_kvspec.kv.target_rows import TargetRows
 from sglang_kvspec.kv.transfers import fields_to_device
 from sglang_kvspec.runtime.captured_layers import (
@@ -54,6 +54,7 @@ class DeviceAttention:
         self._rows: TargetRows | None = None
         self._scratch: KV | None = None
         self._index: dict[str, torch.Tensor] = {}
+        self._encode_slots: RecordSlots | None = None
         self._captured: CapturedLayers | None = None
         # Queries of the newest forward at the target precision, where a draft view needs them.
         self.queries: DeviceQueries | None = None
@@ -94,7 +95,7 @@ class DeviceAttention:
         if self._observer is not None:
             self._observer.end()
         self._rows = self._scratch = None
-        self._index = {}
+        self._index, self._encode_slots = {}, None
 
     def _rows_to_show(self, plan: ForwardPlan) -> Iterator[tuple[int, slice, EarlierTokens]]:
         first = 0
@@ -116,7 +117,7 @@ class DeviceAttention:
         )
         self._rows = rows
         index = self._index = fields_to_device(self.kv.device, rows, names)
-        index["encode_residuals"] = self.kv.residual_slots_of(index["encode_pages"])
+        self._encode_slots = self.kv.record_slots_of(index["encode_pages"])
         if rows.num_scratch:
             geometry = self.kv.geometry
             heads = (geometry.num_kv_heads, geometry.head_dim)
@@ -147,9 +148,9 @@ class DeviceAttention:
         if self.queries is not None:
             self.queries.keep(layer, q[:num_tokens])
         tail = self._write(layer, *new)
+        self.kv.await_layer(layer)
         if self._observer is not None:
             self._show_layer(layer, q, *new, scale)
-        self.kv.await_layer(layer)
         out = self._target.run(layer, q[:num_tokens], tail, new)
         if len(q) == num_tokens:
             return out
@@ -177,8 +178,8 @@ class DeviceAttention:
             if len(index["keep_scratch"]):
                 to_window[index["keep_window"]] = part[index["keep_scratch"]]
         if len(index["encode_source"]):
-            names = ("encode_source", "encode_pages", "encode_residuals")
-            self.kv.encode_from(layer, *pool, *(index[name] for name in names))
+            assert self._encode_slots is not None
+            self.kv.encode_from(layer, *pool, index["encode_source"], self._encode_slots)
         return pool
 
     def warm_up(self, max_draft_len: int) -> None:

@@ -21,7 +21,8 @@ class DraftRow:
     """One request at the start of a round of drafts.
 
     token: the pending token, at `position`. past: encoded pages, int on the CPU: [num_past], or
-    [num_past, num_layers, num_kv_heads] by layer and KV head, where a shorter list ends in -1.
+    [num_past, num_layers, num_kv_heads] by layer and KV head, where a shorter list ends in -1. For
+    a draft these are places of the pages' anchors, see AnchorPlaces.
     num_read: of these pages, how many the drafts read by attention mass; None for all. num_newest:
     last pages of `past` that are always read. slot: as RequestState.slot, where the mass is.
     tail: window slots of the pages that follow, including pages that drafts will fill. tail_len:
@@ -264,7 +265,7 @@ def draft_row(
     return DraftRow(
         token=token,
         position=position,
-        past=_past(pages, begin, seen),
+        past=_places(kv, _past(pages, begin, seen)),
         num_read=num_read,
         num_newest=num_newest,
         slot=slot,
@@ -293,6 +294,15 @@ def _past(pages: torch.Tensor, begin: int, seen: torch.Tensor | None) -> torch.T
     count = int(is_past.sum(-1).max())
     by_list = torch.where(is_past, pages[torch.where(is_past, seen, 0)], -1)[..., :count]
     return by_list.permute(2, 0, 1)
+
+
+def _places(kv: PagedKVCache, past: torch.Tensor) -> torch.Tensor:
+    """Return the places of the anchors of past pages, without pages that have none."""
+    if kv.anchor_places.holds_all:
+        return past
+    assert past.ndim == 1, "lists by layer and KV head are of pages that all have anchors"
+    kv.anchor_places.note_read(past)
+    return kv.anchor_places.of(past[kv.anchor_places.have(past)])
 
 
 def target_row(

@@ -28,10 +28,10 @@ def nbytes_of(geometry: KVGeometry, most_pages: int) -> int:
 
 
 class EarlierTokens:
-    """Keys and values of the first tokens of a request as drafts read them: pages of the recent
-    window in full precision, and anchors before it.
+    """Keys and values of the first tokens of a request: pages of the recent window in full
+    precision, and before it what residuals hold where the target is `exact`, else anchors.
 
-    Anchors are in GPU memory whatever the target is and wherever residuals are.
+    Residuals are in the cache, as the prefill itself attends to them.
     """
 
     def __init__(self, kv: GpuKVCache, pages: torch.Tensor, num_tokens: int) -> None:
@@ -46,7 +46,7 @@ class EarlierTokens:
         self._recent = self._on_device(recent)
         self._slots = self._on_device([window.slot_of(ids[place]) for place in recent])
         self._encoded = self._on_device(encoded)
-        self._records = self._on_device([ids[place] for place in encoded])
+        self._ids = self._on_device([ids[place] for place in encoded])
 
     def followed_by(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -63,14 +63,22 @@ class EarlierTokens:
         pages = torch.unflatten(both[:, :num_read], 1, (self._num_pages, page_size))
         for part, window in zip(pages, kv.window.layer(layer), strict=True):
             part[self._recent] = window[self._slots]
-        anchors = kv.anchors.layer(layer)
         for first in range(0, len(self._encoded), PAGES_AT_ONCE):
             some = slice(first, first + PAGES_AT_ONCE)
-            places, records = self._encoded[some], anchors[self._records[some]]
-            pages[0, places], pages[1, places] = kv.codec.decode_anchor(records)
+            places = self._encoded[some]
+            pages[0, places], pages[1, places] = self._read(layer, self._ids[some])
         for part, new in zip(both, (k, v), strict=True):
             part[self._num_tokens : end] = new
         return both[0, :end], both[1, :end]
+
+    def _read(self, layer: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (k, v) of encoded pages, each [N, page_size, num_kv_heads, head_dim]."""
+        kv = self._kv
+        if kv.codec.target != "exact":
+            return kv.codec.decode_anchor(kv.anchors.layer(layer)[ids])
+        slots = kv.residual_slots[ids].long()
+        k, v = (part[slots].transpose(1, 2) for part in kv.exact_pages(layer))
+        return k, v
 
     def _on_device(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._kv.device)

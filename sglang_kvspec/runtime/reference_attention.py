@@ -137,8 +137,10 @@ class ReferenceAttention:
         """Return (k, v) [tokens, num_kv_heads, head_dim]: the full pages that a DRAFT row reads,
         followed by `tail`."""
         if row.mask is None and row.seen is not None and row.seen.ndim == 3:
+            assert self.kv.anchor_places.holds_all, "lists by head are of pages with anchors"
             return _concat(self._past_by_head(layer, row.seen[layer], row), tail)
-        pages = row.past_pages(self._page_size)
+        assert row.mask is None or self.kv.anchor_places.holds_all, "a mask is of all pages"
+        pages = self.kv.draftable(row.past_pages(self._page_size))
         num_past = len(pages) * self._page_size
         # Reading pages to where they are needed saves a copy of the whole context.
         k, v = (part.new_empty((num_past + len(part), *part.shape[1:])) for part in tail)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.units import GIB
+from sglang_kvspec.kv.anchor_places import AnchorPlaces
 from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.planning.capacity import CapacityPlan
 from sglang_kvspec.runtime.metrics import HIT_TIERS, KEPT_TIERS, SpecCounters
@@ -34,6 +36,7 @@ def build_report(
             "residual_cache_pages": plan.cache_pages,
             "residual_store_pages": plan.host_pages,
             "kept_anchor_pages": plan.kept_anchor_pages,
+            "anchor_pages": plan.anchor_pages,
             "kv_bytes": plan.hbm_bytes,
             "kv_bytes_allocated": kv.hbm_nbytes,
             "host_bytes": plan.host_bytes,
@@ -44,6 +47,7 @@ def build_report(
             "plain_tokens_in_same_memory": plan.plain_pages * size,
             "limited_by": plan.binding,
         },
+        "freed_anchors": _freed_anchors(kv.anchor_places),
         "page_states": kv.residuals.table.counts(),
         "bytes_fetched": kv.residuals.bytes_fetched,
         "bytes_streamed": kv.residuals.bytes_streamed,
@@ -67,6 +71,14 @@ def build_report(
         "draft_reads": counters.drafts.report(),
         "ngram": counters.drafts.ngram_report() | {"step_ms": counters.drafts.step_ms},
     }
+
+
+def _freed_anchors(places: AnchorPlaces) -> dict[str, int] | None:
+    """Return the pages with anchors and the counters of a server that frees anchors; None where
+    every page has a place for them."""
+    if places.holds_all:
+        return None
+    return {"pages_with_anchors": places.num_taken, **asdict(places.counters)}
 
 
 def resolved_values(

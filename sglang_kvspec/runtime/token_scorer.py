@@ -55,11 +55,15 @@ class TokenScorer:
         scorer: Scorer,
         rotary: Rotary | None,
         first_kv_head: int,
+        *,
+        frees_anchors: bool = False,
     ) -> None:
         """kv: a GPU's takes no scorer that needs repeats or drafting. rotary: of the model; None
         unless the scorer needs it. first_kv_head: number of the rank's first KV head among all of
-        the model."""
+        the model. frees_anchors: free those of pages that drafts do not read; all heads must read
+        the same pages."""
         self._kv, self._scorer, self._rotary = kv, scorer, rotary
+        self._frees_anchors = frees_anchors
         self._first_kv_head = first_kv_head
         self._timer = TotalTimer(kv.device)
         self._has_warned = False
@@ -197,8 +201,19 @@ class TokenScorer:
                 prompt = self._take_prompt(pages, state.committed_len)
                 memory = prompt.memory if self._scorer.needs.drafting else []
                 state.token_scores = TokenScores(prompt.scores, memory)
+                if self._frees_anchors:
+                    self._free_anchors(state, state.token_scores, pages, prompt.first_own)
             elif index in self._queries:
                 self._update(known, self._rows[index], self._queries[index], state, pages)
+
+    def _free_anchors(
+        self, state: RequestState, scores: TokenScores, pages: torch.Tensor, first_own: int
+    ) -> None:
+        """Free the anchors of pages that the request has computed and that its drafts will not
+        read. Of a cached prefix, another request may read them."""
+        unread = scores.unread_pages(state.budget, self._page_size)
+        own = unread[unread * self._page_size >= first_own]
+        self._kv.free_anchors(pages[own].tolist())
 
     def mass_read(self, state: RequestState) -> None:
         """Know no attention mass: scores may have any scale."""

@@ -67,6 +67,11 @@ class TokenScores:
             self._same_pages = (budget, num_pages, read)
         return self._same_pages[2]
 
+    def unread_pages(self, budget: float, page_size: int) -> torch.Tensor:
+        """Return which scored pages drafts do not read, ascending, int64, where all heads read the
+        same."""
+        return (~self._kept_units(budget, "same", page_size)[0, 0]).nonzero().flatten()
+
     def _followed(self, budget: float, kept: torch.Tensor, spare: int) -> torch.Tensor:
         """Return the lists of pages that are kept, each followed by `spare` pages behind all of
         them. A draft waits for this whenever its request begins a page, so only the pages that are

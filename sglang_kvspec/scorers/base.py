@@ -64,8 +64,8 @@ class LayerChunk:
     repeats the prompt or is generated.
     queries: [n, num_heads, head_dim], unscaled, behind the rotary embedding.
     scale: factor of products of queries and keys.
-    keys, values: [start + n, num_kv_heads, head_dim], at the target precision; on a GPU, those of
-    tokens before the chunk as drafts read them.
+    keys, values: [start + n, num_kv_heads, head_dim], at the target precision; on a GPU with the
+    target int8, those of tokens before the chunk as drafts read them.
     scores: [num_kv_heads, start] float32 that score() returned last, ALWAYS for tokens that it has
     not seen, such as a cached prefix.
     memory: what the scorer notes for later chunks of this request and layer; empty at first.

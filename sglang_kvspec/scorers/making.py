@@ -23,7 +23,7 @@ def make_scorer(compressor: Compressor) -> Scorer:
     for key, text in compressor.options.items():
         where = f"--kvspec-compressor {compressor.name}: the option {key}"
         if key not in known:
-            allowed = ", ".join(sorted([*known, "by", "heads"]))
+            allowed = ", ".join(sorted([*known, "by", "heads", "keep_anchors"]))
             raise ConfigError(f"{where} does not exist (allowed: {allowed})")
         try:
             given[key] = known[key](text)

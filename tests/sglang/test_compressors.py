@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.client import GenerateClient
@@ -31,7 +33,10 @@ def served_with(servers: ServerSwitch, compressor: str, schedule: str) -> Genera
     return servers.use(replace(spec, environment=(("PYTHONPATH", python_path_with(PLUGINS)),)))
 
 
-def assert_lossless(client: GenerateClient, reference: PlainReference, compressor: str) -> None:
+def assert_lossless(
+    client: GenerateClient, reference: PlainReference, compressor: str
+) -> dict[str, Any]:
+    """Compare answers with plain SGLang's. Return the server's report."""
     # The second time, prompts are cached prefixes, whose scores are known.
     for _ in range(2):
         reference.check(run_one_by_one(client, reference.suite.prompts, lambda: None))
@@ -41,6 +46,26 @@ def assert_lossless(client: GenerateClient, reference: PlainReference, compresso
     # A tenth of the prompt's pages, and the tokens behind it.
     assert 0.1 < report["draft_reads"]["share"] < 0.5
     assert report["draft_reads"]["selection_ms"] > 0
+    return report
+
+
+def test_anchors_that_no_draft_reads_are_freed(
+    servers: ServerSwitch, reference: PlainReference
+) -> None:
+    compressor = "snapkv:keep_anchors=false"
+    client = served_with(servers, compressor, "rounds")
+    report = assert_lossless(client, reference, compressor)
+    pools, freed = report["pools"], report["freed_anchors"]
+    # A tenth of all pages for what drafts read, a tenth for answers, and those of one prompt.
+    pages_of_a_prompt = pools["anchor_pages"] - math.ceil(0.2 * pools["num_pages"])
+    assert 0 < pages_of_a_prompt < pools["num_pages"] / 2
+    # Cached prefixes keep all other pages, but not their anchors.
+    held = freed["pages_with_anchors"]
+    assert held + freed["freed"] == pools["num_pages_allocated"]
+    assert 0 < held < pools["num_pages_allocated"] / 2
+    assert (freed["idle"], freed["without"]) == (0, 0)
+    client.flush_cache()
+    assert client.kvspec_report()["freed_anchors"]["pages_with_anchors"] == 0
 
 
 def test_drafts_that_read_random_tokens_change_no_answer(

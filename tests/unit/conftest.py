@@ -98,7 +98,7 @@ def make_device_kv() -> Callable[..., Any]:
     The cache encodes nothing: its `encodings` lists (layer, window slots, pages) of each call.
     encodes: encode by the codec in plain torch instead. copy_streams: streams of the copies to its
     store."""
-    from sglang_kvspec.kv.gpu_cache import GpuKVCache
+    from sglang_kvspec.kv.gpu_cache import GpuKVCache, RecordSlots
 
     class EncodingKV(GpuKVCache):
         def encode_from(
@@ -107,16 +107,15 @@ def make_device_kv() -> Callable[..., Any]:
             k: torch.Tensor,
             v: torch.Tensor,
             source: torch.Tensor,
-            pages: torch.Tensor,
-            residual_slots: torch.Tensor,
+            slots: RecordSlots,
         ) -> None:
             assert k.stride() == v.stride()
-            assert source.dtype == pages.dtype == residual_slots.dtype == torch.int32
+            assert {part.dtype for part in (source, *slots)} == {torch.int32}
             used = source >= 0
-            rows, ids = source[used].long(), pages[used].long()
+            rows, (anchors, residuals) = source[used].long(), (part[used].long() for part in slots)
             record = self.codec.encode(k[rows], v[rows])
-            self.anchors.layer(layer)[ids] = record.anchor
-            self.residuals.cache_layer(layer)[residual_slots[used].long()] = record.residual
+            self.anchors.layer(layer)[anchors] = record.anchor
+            self.residuals.cache_layer(layer)[residuals] = record.residual
 
     class RecordingKV(GpuKVCache):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -129,15 +128,14 @@ def make_device_kv() -> Callable[..., Any]:
             k: torch.Tensor,
             v: torch.Tensor,
             source: torch.Tensor,
-            pages: torch.Tensor,
-            residual_slots: torch.Tensor,
+            slots: RecordSlots,
         ) -> None:
             window_k, window_v = self.window.layer(layer)
             assert k is window_k
             assert v is window_v
-            assert source.dtype == pages.dtype == torch.int32
+            assert source.dtype == slots.anchors.dtype == torch.int32
             used = source >= 0
-            self.encodings.append((layer, source[used].tolist(), pages[used].tolist()))
+            self.encodings.append((layer, source[used].tolist(), slots.anchors[used].tolist()))
 
     def make(
         *,
@@ -177,6 +175,7 @@ def _parts(
     window_pages: int = 6,
     cache_pages: int | None = None,
     kept_anchor_pages: int = 0,
+    anchor_pages: int | None = None,
     packs: bool = False,
     store: bool,
 ) -> tuple[KVGeometry, Codec, CapacityPlan]:
@@ -196,6 +195,7 @@ def _parts(
         ),
         binding="KV memory",
         kept_anchor_pages=kept_anchor_pages,
+        pages_without_anchors=0 if anchor_pages is None else num_pages - anchor_pages,
     )
     return geometry, bound, plan
 

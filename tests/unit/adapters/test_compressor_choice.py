@@ -78,3 +78,14 @@ def test_wrong_options_are_refused_before_weights_are_read():
 def test_auto_must_be_decided_before_it_is_used():
     with pytest.raises(AssertionError, match="not decided"):
         _ = KVSpecConfig(compressor="auto").parsed_compressor
+
+
+def test_freed_anchors_were_not_tested_on_a_gpu(monkeypatch, caplog):
+    config = KVSpecConfig(compressor="snapkv:keep_anchors=false")
+    assert with_compressor(config, on_gpu=False) is config
+    with pytest.raises(UnsupportedError, match=r"keep_anchors=false was not tested .*=true\)"):
+        with_compressor(config, on_gpu=True)
+    monkeypatch.setenv("SGLANG_KVSPEC_UNTESTED", "1")
+    with caplog.at_level(logging.WARNING):
+        assert with_compressor(config, on_gpu=True) is config
+    assert "snapkv with keep_anchors=false was not tested on a GPU" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from sglang_kvspec.adapters import pool_sizing
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.kv.geometry import KVGeometry
-from sglang_kvspec.planning.capacity import PageBytes, window_pages_for
+from sglang_kvspec.planning.capacity import PageBytes, pages_of_one_request, window_pages_for
 
 GIB = 2**30
 PAGE = PageBytes(plain=8 * 2**20, anchor=2 * 2**20, residual=8 * 2**20)
@@ -204,6 +205,33 @@ def test_kept_anchors_come_out_of_the_kv_memory(plan_on_gpu, host_gb):
         assert made.cache_pages < without.cache_pages
     else:
         assert 0.89 * without.num_pages < made.num_pages < 0.91 * without.num_pages
+
+
+def test_freed_anchors_make_room_for_more_pages(plan_on_gpu):
+    options = {"host_gb": 400, "residual_hbm_fraction": 0.01}
+    dense = plan_on_gpu(**options)
+    scored = {"compressor": "snapkv:keep_anchors=false"}
+    freed = plan_on_gpu(**options, **scored)
+    # A tenth for what drafts read, a tenth for answers, and a request of 32,768 tokens.
+    of_prompt = pages_of_one_request(32768, KVSpecConfig(host_gb=400).max_draft_len, 64)
+    assert freed.anchor_pages == math.ceil(0.2 * freed.num_pages) + of_prompt
+    assert freed.num_pages > 2 * dense.num_pages
+    assert freed.hbm_bytes <= 40 * GIB
+    wide = plan_on_gpu(**options, **scored, draft_budget=0.5)
+    assert wide.anchor_pages == math.ceil(0.6 * wide.num_pages) + of_prompt
+    assert dense.num_pages < wide.num_pages < freed.num_pages
+    # Where residuals take the memory, too, more fits as well, if not much.
+    assert dense.num_pages > plan_on_gpu(**scored).num_pages > plan_on_gpu().num_pages
+    all_have = plan_on_gpu(**scored, draft_budget=0.95)
+    assert all_have.anchor_pages == all_have.num_pages
+
+
+def test_the_start_line_says_how_many_pages_have_anchors(plan_on_gpu):
+    plan = plan_on_gpu(compressor="snapkv:keep_anchors=false")
+    share = plan.anchor_pages / plan.num_pages
+    held = plan.anchor_pages * PAGE.anchor / GIB
+    assert f"anchors {held:.2f} of {share:.0%} of the pages at once + " in start_line(plan)
+    assert "at once" not in start_line(plan_on_gpu())
 
 
 def start_line(plan):

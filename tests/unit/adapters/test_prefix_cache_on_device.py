@@ -56,8 +56,8 @@ def device_machine(prefix_cache_machine, make_device_kv):
 
         # Actions of kernels
 
-        def encode_from(self, layer, k, v, source, pages, residual_slots):
-            entries = (each.tolist() for each in (source, pages, residual_slots))
+        def encode_from(self, layer, k, v, source, slots):
+            entries = (each.tolist() for each in (source, *slots))
             for place, page, slot in zip(*entries, strict=True):
                 if page >= 0:
                     self.streams.main.do(partial(self.encode, k, v, place, page, slot))
@@ -78,9 +78,8 @@ def device_machine(prefix_cache_machine, make_device_kv):
                 kv.await_layer(0)
                 for i in direct:
                     k, v = self.content(links[i])
-                    one = torch.tensor([pages[i]])
-                    slots = kv.residual_slots_of(one)
-                    self.encode_from(0, k[None], v[None], torch.tensor([0]), one, slots)
+                    slots = kv.record_slots_of(torch.tensor([pages[i]]))
+                    self.encode_from(0, k[None], v[None], torch.tensor([0]), slots)
             if links and len(links) - 1 in new:
                 newest = pages[len(links) - 1]
                 slot = kv.window.slots.slot_of(newest)

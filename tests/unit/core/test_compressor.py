@@ -10,12 +10,20 @@ from sglang_kvspec.core.errors import ConfigError
 
 
 def test_a_name_alone_reads_pages_by_the_scorers_own_allocation():
-    assert parse_compressor("random") == Compressor("random", "pages", None, {})
+    assert parse_compressor("random") == Compressor("random", "pages", None, True, {})
 
 
 def test_options_of_the_server_and_of_the_scorer_are_told_apart():
     parsed = parse_compressor("random:seed=3,by=tokens,heads=model")
-    assert parsed == Compressor("random", "tokens", "model", {"seed": "3"})
+    assert parsed == Compressor("random", "tokens", "model", True, {"seed": "3"})
+
+
+@pytest.mark.parametrize("text", ["random:keep_anchors=false", "random:keep_anchors=true"])
+def test_heads_that_free_anchors_read_the_same_pages(text):
+    frees = text.endswith("false")
+    heads = "same" if frees else None
+    assert parse_compressor(text) == Compressor("random", "pages", heads, not frees, {})
+    assert KVSpecConfig(compressor=text).frees_anchors == frees
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,15 @@ def test_options_of_the_server_and_of_the_scorer_are_told_apart():
         ("random:seed", "must be NAME or NAME:key=value,key=value, got 'random:seed' with"),
         ("random:seed=1,seed=2", "random:seed=1,seed=2: the option seed is given twice"),
         ("random:by=words", "random:by=words: by must be one of pages, tokens, got 'words'"),
+        ("random:keep_anchors=no", "keep_anchors must be one of true, false, got 'no'"),
+        (
+            "random:keep_anchors=false,heads=model",
+            "keep_anchors=false cannot be combined with heads=model (allowed: same): a page's",
+        ),
+        (
+            "random:keep_anchors=false,by=tokens",
+            "keep_anchors=false cannot be combined with by=tokens (allowed: pages): a page's",
+        ),
         ("random:heads=all", "heads must be one of head, layer, model, same, got 'all'"),
     ],
 )

@@ -117,6 +117,21 @@ LACKING: list[tuple[Options, str]] = [
         "exact)",
     ),
     (
+        {"compressor": "snapkv:keep_anchors=false", "target": "int8"},
+        "--kvspec-compressor snapkv:keep_anchors=false frees anchors, which verifications at "
+        "--kvspec-target int8 read (allowed: exact)",
+    ),
+    (
+        {"compressor": "snapkv:keep_anchors=false", "prefix_host_gb": 1},
+        "--kvspec-compressor snapkv:keep_anchors=false frees anchors, which --kvspec-prefix-host-gb"
+        ", --kvspec-prefix-dir and --kvspec-prefix-server store (allowed: keep_anchors=true)",
+    ),
+    (
+        {"compressor": "snapkv:keep_anchors=false", "draft_budget": 1},
+        "--kvspec-compressor snapkv:keep_anchors=false frees no anchors with --kvspec-draft-budget "
+        "1 (allowed: auto, less than 1)",
+    ),
+    (
         {"exact_residual": "packed", "anchor_bits": 2},
         "--kvspec-exact-residual packed needs --kvspec-codec uniform4 with --kvspec-anchor-bits 4",
     ),
@@ -146,6 +161,13 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         DECODE,
         False,
         "--kvspec-compressor random is not supported on a decode server, which sees no prefill",
+    ),
+    (
+        {"compressor": "snapkv:keep_anchors=false"},
+        PREFILL,
+        False,
+        "--kvspec-compressor snapkv:keep_anchors=false frees anchors, which a prefill server sends "
+        "(allowed: keep_anchors=true)",
     ),
     (
         {"host_gb": 64.5},

@@ -12,7 +12,7 @@ from kvspec_kernels.jit import cuda_encode
 from kvspec_kernels.ops.cuda_coverage import uncovered
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.kv.geometry import KVGeometry
-from sglang_kvspec.kv.gpu_cache import GpuKVCache
+from sglang_kvspec.kv.gpu_cache import GpuKVCache, RecordSlots
 from sglang_kvspec.planning.capacity import CapacityPlan, PageBytes
 from sglang_kvspec.runtime import record_attention
 from sglang_kvspec.runtime.device_pages import DevicePages
@@ -36,7 +36,7 @@ def make_kv(kernels, target="int8", device=CPU):
 
 def encode_a_page(kv):
     index = torch.zeros(1, dtype=torch.int32)
-    kv.encode_from(0, *kv.window.layer(0), index, index + 1, index)
+    kv.encode_from(0, *kv.window.layer(0), index, RecordSlots(index + 1, index))
 
 
 def score_pages(kv):

@@ -129,6 +129,11 @@ class ReferenceKVMachine(RuleBasedStateMachine):
         self.committed -= some
         self.encoded -= some
 
+    @precondition(lambda self: not self.kv.anchor_places.holds_all)
+    @rule(some=subsets)
+    def free_anchors(self, some):
+        self.kv.free_anchors(sorted(some & self.pages.keys()))
+
     @precondition(lambda self: self.store)
     @rule(data=st.data())
     def iterate(self, data):
@@ -171,8 +176,12 @@ class ReferenceKVMachine(RuleBasedStateMachine):
 
     @rule()
     def a_draft_reads_anchors_and_the_window(self):
-        for layer, pages in self.layers_of_all_pages():
-            got = self.kv.read_draft(layer, torch.tensor(pages))
+        for layer, every in self.layers_of_all_pages():
+            pages = self.kv.draftable(torch.tensor(every)).tolist()
+            without = set(every) - set(pages)
+            assert without <= self.encoded
+            assert not without or not self.kv.anchor_places.holds_all
+            got = self.kv.read_draft(layer, torch.tensor(pages, dtype=torch.int64))
             want = [
                 (self.seen(page).anchor if page in self.encoded else self.pages[page])[:, layer]
                 for page in pages

@@ -151,8 +151,8 @@ def test_what_kernels_are_given_fits_the_pools(make_device_kv, monkeypatch):
     kv.open_pages([9, 3])
     pages = torch.tensor([3, 12, -1], dtype=torch.int32)
     k, v = kv.window.layer(1)
-    found = kv.residual_slots_of(pages)
-    gpu_cache.GpuKVCache.encode_from(kv, 1, k, v, torch.tensor([1, 0, -1]), pages, found)
+    found = kv.record_slots_of(pages)
+    gpu_cache.GpuKVCache.encode_from(kv, 1, k, v, torch.tensor([1, 0, -1]), found)
     (given,) = calls
     k_, v_, source, anchors, anchor_slots, residuals, slots, codec, target, kernels = given
     assert k_ is k
@@ -164,6 +164,57 @@ def test_what_kernels_are_given_fits_the_pools(make_device_kv, monkeypatch):
     # Skipped entries have any valid slot.
     assert slots.tolist() == [2, 11, 0]
     assert (codec, target, kernels) == (kv.codec.settings, "int8", kv.kernels)
+
+
+@pytest.mark.parametrize("options", [{}, {"store": True, "cache_pages": 6}])
+def test_records_of_pages_with_and_without_a_place_for_anchors(make_device_kv, options):
+    kv = make_device_kv(encodes=True, num_layers=LAYERS, anchor_pages=3, **options)
+    assert kv.hbm_nbytes == kv.plan.hbm_bytes
+    g, rng = kv.geometry, torch.Generator().manual_seed(0)
+    content = {}
+
+    def write(pages):
+        shape = (2, len(pages), LAYERS, *g.page_shape)
+        k, v = torch.randn(shape, generator=rng).to(g.dtype)
+        content.update(zip(pages, zip(k, v, strict=True), strict=True))
+        kv.write_whole(pages, k, v)
+
+    def check(with_anchors):
+        every = torch.tensor(sorted(content))
+        assert every[kv.anchor_places.have(every)].tolist() == sorted(with_anchors)
+        for page, (k, v) in content.items():
+            assert torch.equal(torch.cat(kv.records.read_whole([page])), torch.stack((k, v)))
+            record = kv.codec.encode(k, v)
+            if page in with_anchors:
+                place = kv.anchor_places.of(torch.tensor([page]))
+                assert torch.equal(kv.anchors.read_pages(place)[0], record.anchor)
+        kv.check_integrity()
+
+    write([8, 3])
+    kv.open_pages([5])
+    for layer in range(LAYERS):
+        for part in kv.window.layer(layer):
+            part[kv.window.slots.slot_of(5)] = layer
+    kv.commit_pages([5])
+    write([11])
+    check({8, 3})
+    assert kv.anchor_places.have(torch.tensor([5, 11])).tolist() == [True, False]
+    # A page gets the place of one that is freed, or that no draft reads.
+    kv.free_anchors([8])
+    kv.free_pages([3])
+    del content[3]
+    write([2, 9, 4])
+    check({2, 9})
+    kv.move_out_of_window([5])
+    kv.free_all()
+    kv.check_integrity()
+    assert kv.anchor_places.num_taken == 0
+
+
+def test_anchors_of_int8_are_not_freed(make_device_kv):
+    kv = make_device_kv(target="int8", anchor_pages=3)
+    with pytest.raises(AssertionError, match="int8 read anchors"):
+        kv.free_anchors([1])
 
 
 def test_fp32_is_refused(make_device_kv):

@@ -42,10 +42,10 @@ class Kernels:
         self.clock = 0
         self.kv.encode_from = self.encode_from
 
-    def encode_from(self, layer, k, v, source, pages, residual_slots):
+    def encode_from(self, layer, k, v, source, slots):
         if layer == 0:
-            # Entries of -1 are skipped.
-            for page in pages[pages >= 0].tolist():
+            # All pages have anchors, at their own numbers. Entries of -1 are skipped.
+            for page in slots.anchors[slots.anchors >= 0].tolist():
                 self.write(page)
 
     def write(self, page):

@@ -9,10 +9,17 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from sglang_kvspec.core.errors import PageStateError
+from sglang_kvspec.kv.anchor_places import AnchorPlaces
 from sglang_kvspec.kv.decoded_anchors import DecodedAnchors
 from sglang_kvspec.kv.reference_cache import ReferenceKVCache
 from sglang_kvspec.kv.residual_cache import ResidualCache
 from sglang_kvspec.kv.residual_table import ResidualTable
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_reads_with_fewer_places_for_anchors_than_pages(reference_kv_machine, store):
+    machine = reference_kv_machine(store=store, anchor_pages=3)
+    run_state_machine_as_test(machine, settings=settings(max_examples=15, stateful_step_count=30))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +83,11 @@ def decoded_anchors_are_never_forgotten(monkeypatch):
     monkeypatch.setattr(DecodedAnchors, "forget", lambda anchors, page: None)
 
 
+def anchors_have_the_place_of_another_page(monkeypatch):
+    right = AnchorPlaces.of
+    monkeypatch.setattr(AnchorPlaces, "of", lambda places, pages: right(places, pages.roll(1)))
+
+
 def freed_pages_keep_their_slots(monkeypatch):
     monkeypatch.setattr(ResidualCache, "release", lambda tiers, page: tiers.table.release(page))
 
@@ -88,6 +100,7 @@ def freed_pages_keep_their_slots(monkeypatch):
         fetches_finish_whatever_the_generation,
         fetches_bring_the_wrong_page,
         decoded_anchors_are_never_forgotten,
+        anchors_have_the_place_of_another_page,
         freed_pages_keep_their_slots,
     ],
 )
@@ -97,5 +110,6 @@ def test_a_fault_is_found(reference_kv_machine, monkeypatch, fault):
     limits = settings(
         max_examples=40, stateful_step_count=30, phases=[Phase.generate], print_blob=False
     )
+    options = {"anchor_pages": 5} if fault is anchors_have_the_place_of_another_page else {}
     with pytest.raises((AssertionError, PageStateError)):
-        run_state_machine_as_test(reference_kv_machine(), settings=limits)
+        run_state_machine_as_test(reference_kv_machine(**options), settings=limits)

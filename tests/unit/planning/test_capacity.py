@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from sglang_kvspec.codecs import make_codec
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.planning.capacity import (
+    ALL_HAVE_ANCHORS,
+    AnchorShare,
     PageBytes,
     kept_anchor_pages_for,
     pages_of_one_request,
@@ -61,9 +63,11 @@ def plan_or_reject(*args, **kwargs):
     max_pages=st.none() | st.integers(1, 10**6),
     least=st.integers(0, 10**4),
     kept=fractions,
+    share=st.none() | st.floats(0.02, 1),
+    of_prompt=st.integers(0, 10**4),
 )
 def test_no_limit_is_exceeded(
-    budget, page, window, fraction, host, host_limit, max_pages, least, kept
+    budget, page, window, fraction, host, host_limit, max_pages, least, kept, share, of_prompt
 ):
     kept_pages = kept_anchor_pages_for(budget, page, window, kept)
     made = plan_or_reject(
@@ -76,7 +80,13 @@ def test_no_limit_is_exceeded(
         max_pages=max_pages,
         min_cache_pages=least,
         kept_anchor_pages=kept_pages,
+        anchors=ALL_HAVE_ANCHORS if share is None else AnchorShare(share, of_prompt),
     )
+    if share is None:
+        assert made.anchor_pages == made.num_pages
+    else:
+        wanted = share * made.num_pages + of_prompt
+        assert min(wanted, made.num_pages) <= made.anchor_pages <= min(wanted + 1, made.num_pages)
     assert made.num_pages >= 1
     assert made.kept_anchor_pages == kept_pages
     assert made.hbm_bytes <= budget
@@ -87,6 +97,28 @@ def test_no_limit_is_exceeded(
     if max_pages is not None:
         assert made.num_pages <= max_pages
     assert made.plain_pages * page.plain <= made.hbm_bytes
+
+
+@given(
+    bytes_=st.integers(0, 2**40),
+    anchor=st.integers(1, 10**6),
+    beside=st.integers(0, 10**7),
+    share=st.floats(0.02, 1),
+    least=st.integers(0, 10**4),
+)
+# Rounded products and divisions.
+@example(bytes_=10**6, anchor=100, beside=0, share=0.1, least=0)
+@example(bytes_=10**6, anchor=100, beside=7, share=1 / 3, least=3)
+def test_the_most_pages_that_fit(bytes_, anchor, beside, share, least):
+    anchors = AnchorShare(share, least)
+
+    def size(num_pages):
+        return anchors.pages(num_pages) * anchor + num_pages * beside
+
+    most = anchors.most_pages(bytes_, anchor, beside)
+    assert size(most) <= bytes_
+    # The share of a page may round to one more page of anchors.
+    assert size(most + 1 + int(2 / share)) > bytes_
 
 
 @given(budget=st.integers(10**6, 2**40), page=page_sizes, fraction=fractions)
@@ -210,6 +242,19 @@ def test_llama_8b_holds_more_than_3_3_times_the_tokens(codec):
     made = plan(80 * GIB, llama_8b(codec), window=window, fraction=0.0)
     assert made.num_pages >= 3.3 * made.plain_pages
     assert made.cache_pages == 0
+
+
+def test_freed_anchors_let_six_times_the_tokens_fit():
+    """With the cache that a request of 40,960 tokens needs, and host memory for all residuals."""
+    window = window_pages_for(16, recent_pages=1, max_draft_len=32, page_size=64)
+    least = pages_of_one_request(40_960, 32, 64)
+    budget, page = 24 * GIB, llama_8b("uniform4")
+    limits = {"window": window, "fraction": 0.0, "min_cache_pages": least}
+    dense = plan(budget, page, **limits)
+    freed = plan(budget, page, **limits, anchors=AnchorShare(0.2, least))
+    assert dense.num_pages < 3 * dense.plain_pages
+    assert freed.num_pages >= 6 * freed.plain_pages
+    assert freed.cache_pages == dense.cache_pages == least
 
 
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])

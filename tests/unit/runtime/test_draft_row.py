@@ -147,6 +147,23 @@ def test_a_row_reads_what_its_view_selects_before_its_tail(kv):
     assert row.tail == [kv.window.slots.slot_of(page) for page in (4, 11)]
 
 
+@pytest.mark.parametrize("device", [True, False])
+@pytest.mark.parametrize("seen", [None, torch.tensor([0, 2, 3])])
+def test_a_row_leaves_pages_without_anchors_out(make_kv, make_device_kv, device, seen):
+    kv = (make_device_kv if device else make_kv)(window_pages=7, anchor_pages=2)
+    encode(kv, PAGES[:3])
+    kv.free_anchors(PAGES[:1])
+    encode(kv, PAGES[3:4])
+    kv.open_pages([11])
+    row = draft_row(kv, 1, 5 * SIZE + 6, pages_to(5 * SIZE + 6, 2), 2, seen)
+    # Page 9 was encoded while no place was free; page 4 has that of page 7.
+    places = kv.anchor_places
+    read = [2, 4] if seen is None else [4]
+    assert row.past.tolist() == places.of(torch.tensor(read)).tolist()
+    assert row.tail == [kv.window.slots.slot_of(page) for page in (11, 1)]
+    assert row.tail_len == SIZE + 6
+
+
 def test_a_row_whose_heads_select_different_pages(kv):
     """Lists that include pages of the tail become shorter, and are padded."""
     encode(kv, PAGES[:3])

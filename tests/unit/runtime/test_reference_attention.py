@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_kvspec.kv.forward_plan import ForwardPlan, RowKind
+from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime import reference_attention
 
 TOKENS = 150
@@ -160,6 +160,27 @@ def test_a_verification_reads_nothing_of_drafts_that_were_there_before(
         driver.keeper.commit(truth.pages_to(row.end), start, start + kept + 1)
         driver.keeper.flush()
         start += kept + 1
+
+
+@pytest.mark.parametrize("seen", [None, torch.tensor([0, 2, 3])])
+def test_a_draft_leaves_pages_without_anchors_out(make_kv, attention_lab, assert_attention, seen):
+    kv = make_kv(anchor_pages=3)
+    story, driver = attention_lab.Story(kv, PAGES, 140, group=2), attention_lab.Driver(kv)
+    driver.prefill(story, [0, 130])
+    # Page 3 of the request is in the window, which has no anchors yet.
+    kv.free_anchors([PAGES[1], PAGES[3]])
+    read = [0, 2, 3]
+    row = Row(RowKind.DRAFT, 130, 1, story.pages_to(131), seen=seen)
+    (out,) = driver.forward((story, row))
+    coded = story.with_codec(kv, 0, anchor_only=True)
+    parts = []
+    for part, raw in zip(coded, (story.k[0], story.v[0]), strict=True):
+        pages = [(raw if page == 3 else part)[32 * page : 32 * page + 32] for page in read]
+        parts.append(torch.cat([*pages, raw[128:131]]))
+    expected = attention_lab.dense(story.q[0, 130:131], *parts, len(parts[0]) - 1)
+    assert_attention(out[0], expected)
+    assert not kv.anchor_places.have(torch.tensor(PAGES[1]))
+    kv.check_integrity()
 
 
 def test_a_cached_prefix_of_another_request_is_read_at_the_target(

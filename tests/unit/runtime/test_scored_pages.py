@@ -85,8 +85,19 @@ def kv(make_device_kv):
     return make_device_kv(encodes=True, num_layers=LAYERS)
 
 
-def test_a_prefill_in_chunks_is_shown_as_drafts_read_it(attention_lab, kv):
-    scorer = Watching()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target": "exact"},
+        {"target": "exact", "anchor_pages": 2},
+        {"target": "exact", "store": True, "cache_pages": 8},
+        {"target": "int8"},
+    ],
+)
+def test_a_prefill_in_chunks_is_shown(attention_lab, make_device_kv, options):
+    """At int8, earlier chunks are shown as drafts read them."""
+    scorer, kv = Watching(), make_device_kv(encodes=True, num_layers=LAYERS, **options)
+    is_exact = options["target"] == "exact"
     driver, _ = driver_of(attention_lab, kv, scorer)
     story = attention_lab.Story(kv, PAGES, 150)
     cuts = [0, 40, 64, 130, 150]
@@ -103,7 +114,7 @@ def test_a_prefill_in_chunks_is_shown_as_drafts_read_it(attention_lab, kv):
                 end,
             )
             assert torch.equal(chunk.queries, story.q[layer, start:end])
-            coded = story.with_codec(kv, layer, anchor_only=True)
+            coded = story.with_codec(kv, layer, anchor_only=not is_exact)
             # The newest page that was full before the chunk is in the recent window.
             num_coded = max(0, start // SIZE - RECENT) * SIZE
             for found, anchors, raw in zip(
@@ -111,7 +122,8 @@ def test_a_prefill_in_chunks_is_shown_as_drafts_read_it(attention_lab, kv):
             ):
                 assert torch.equal(found[:num_coded], anchors[:num_coded])
                 assert torch.equal(found[num_coded:], raw[num_coded:end])
-                assert num_coded == 0 or not torch.equal(anchors[:num_coded], raw[:num_coded])
+                same = torch.equal(anchors[:num_coded], raw[:num_coded])
+                assert same == (is_exact or num_coded == 0)
 
 
 def test_requests_of_one_forward_keep_their_own_scores(attention_lab, kv):

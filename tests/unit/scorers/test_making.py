@@ -20,7 +20,10 @@ def test_options_are_converted_to_the_types_of_their_fields():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("random:window=3", "the option window does not exist (allowed: by, heads, seed)"),
+        (
+            "random:window=3",
+            "the option window does not exist (allowed: by, heads, keep_anchors, seed)",
+        ),
         ("random:seed=x", "the option seed must be a whole number, got 'x'"),
         ("random:seed=1.5", "the option seed must be a whole number, got '1.5'"),
     ],

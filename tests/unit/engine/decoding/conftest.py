@@ -54,7 +54,7 @@ from sglang_kvspec.runtime.sampling import (
     choose_with_noise,
     distribution,
 )
-from sglang_kvspec.runtime.scored_tokens import ScoredTokens
+from sglang_kvspec.runtime.scored_tokens import SamePages, ScoredTokens
 from sglang_kvspec.runtime.side_stream import SideStream
 from sglang_kvspec.runtime.spec_sampler import SpecSampler, VerifyResult
 from sglang_kvspec.runtime.token_scorer import TokenScorer
@@ -214,11 +214,13 @@ class Engine:
         skips_steps: bool = False,
         token_scorer: Scorer | None = None,
         by_tokens: bool = False,
+        frees_anchors: bool = False,
     ) -> None:
         """drafter: replaces the model itself. with_ngrams: n-grams propose tokens to the model.
         skips_steps: where nothing is proposed to any request, ordinary steps follow to the end of
         the round, as on a GPU. token_scorer: chooses a tenth of the pages that drafts read, or with
-        by_tokens of the tokens."""
+        by_tokens of the tokens; with frees_anchors all heads read the same pages, and the other
+        pages have no anchors."""
         self.with_ngrams, self.skips_steps = with_ngrams, skips_steps
         self.kv, self.config, self.max_running = kv, config, max_running
         self.drafter, self.view = drafter, view
@@ -229,10 +231,11 @@ class Engine:
             self.scorer = ReferenceScorer(kv, queries, view)
         self.repeats: PromptRepeats | None = None
         if token_scorer is not None:
-            self.view = ScoredTokens(
-                token_scorer.allocation, kv.geometry.page_size, by_tokens=by_tokens
-            )
-            self.scorer = TokenScorer(kv, token_scorer, None, 0)
+            page_size = kv.geometry.page_size
+            self.view = ScoredTokens(token_scorer.allocation, page_size, by_tokens=by_tokens)
+            if frees_anchors:
+                self.view = SamePages(page_size)
+            self.scorer = TokenScorer(kv, token_scorer, None, 0, frees_anchors=frees_anchors)
             self.forward.attention.show(self.scorer)
             if self.scorer.needs_repeats:
                 self.repeats = PromptRepeats(self.forward, MOST_POSITIONS, least_piece=16)

@@ -15,6 +15,7 @@ from kvspec_testkit.doc_examples import load_example
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import UnsupportedError
 from sglang_kvspec.engine.prompt_repeats import LEAD, PromptRepeats
+from sglang_kvspec.kv import anchor_places
 from sglang_kvspec.kv.forward_plan import RowKind
 from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.scorers.base import ALWAYS, About, Needs
@@ -68,6 +69,61 @@ def test_output_is_that_of_plain_decoding(toy, scorer, by_tokens, schedule):
     masks = [row.mask for rows in engine.forward.rows for row in rows if row.mask is not None]
     assert masks, "no draft has read a part"
     assert not all(mask.all() for mask in masks)
+
+
+@pytest.mark.parametrize("schedule", ["Engine", "RoundEngine"])
+@pytest.mark.parametrize("anchor_pages", [1, 12])
+@pytest.mark.parametrize("scorer", [each for each, _ in SCORERS.values()], ids=SCORERS)
+def test_output_is_that_of_plain_decoding_while_anchors_are_freed(
+    toy, scorer, anchor_pages, schedule, monkeypatch
+):
+    """With few places, and with one for every page that is encoded at once."""
+    monkeypatch.setattr(anchor_places, "IDLE_READS", 20)
+    plain = [toy.plain_decode(toy.model, request) for request in requests(toy)]
+    kv = toy.kv(num_pages=32, window_pages=24, cache_pages=8, anchor_pages=anchor_pages)
+    options = {"token_scorer": scorer, "frees_anchors": True}
+    engine = getattr(toy, schedule)(kv, toy.model, KVSpecConfig(), **options)
+    toy.assert_same_output(engine.serve(requests(toy), chunk=50), plain)
+    counters = kv.anchor_places.counters
+    # One scorer has a head that reads everything, and all heads read what one does.
+    assert (counters.freed > 0) == (scorer is not SCORERS["changes its mind"][0])
+    assert (counters.without > 0) == (anchor_pages == 1)
+    assert kv.anchor_places.num_taken == 0, "a freed page has a place for its anchors"
+
+
+@dataclass(frozen=True)
+class ByPosition:
+    """Score tokens by their position, times the newest of `signs`."""
+
+    about: ClassVar[About] = ABOUT
+    needs: ClassVar[Needs] = Needs()
+    allocation: ClassVar[str] = "head"
+
+    signs: list = field(default_factory=list, compare=False)
+
+    def score(self, chunk):
+        return self.signs[-1] * torch.arange(chunk.end).float().expand(chunk.keys.shape[1], -1)
+
+
+def test_a_request_frees_what_it_has_computed_and_does_not_read(toy):
+    """A cached prefix may be read by other requests."""
+    kv, scorer = toy.kv(num_pages=32, window_pages=24, cache_pages=8, anchor_pages=31), ByPosition()
+    engine = toy.RoundEngine(kv, toy.model, KVSpecConfig(), token_scorer=scorer, frees_anchors=True)
+    engine.kept = set(range(1, 33))
+    first, second = (requests(toy)[0] for _ in range(2))
+    plain = [toy.plain_decode(toy.model, request) for request in (first, second)]
+    for request, sign, prefix in ((first, -1, 0), (second, 1, 3)):
+        scorer.signs.append(sign)
+        request.pages = list(first.pages[:prefix])
+        engine.serve([request])
+    # Five full pages of a prompt, of which the first or the last is read.
+    for request, with_anchors in (
+        (first, [True, False, False, False, False]),
+        (second, [True, False, False, False, True]),
+    ):
+        assert kv.anchor_places.have(torch.tensor(request.pages[:5])).tolist() == with_anchors
+    for request, expected in zip((first, second), plain, strict=True):
+        assert request.state.output == expected.tokens
 
 
 @dataclass(frozen=True)
