@@ -11,7 +11,9 @@ from typing import Any
 
 
 def hook(self: Any, *args: Any, **kwargs: Any) -> None:
-    for batch in (self.running_batch, self.last_batch):
-        # A batch with a request that runs stays as it is: its flush is refused, as it must be.
-        if batch is not None and all(req.finished() for req in batch.reqs):
+    batches = [batch for batch in (self.running_batch, self.last_batch) if batch is not None]
+    if all(req.finished() for batch in batches for req in batch.reqs):
+        for batch in batches:
             batch.filter_batch()
+        # SGLang sets this where it drops requests itself.
+        self.running_batch.batch_is_full = False

@@ -11,7 +11,7 @@ from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.planning.compressor_choice import best_first
 from sglang_kvspec.planning.measured_compressors import MEASURED
-from sglang_kvspec.scorers.making import make_scorer
+from sglang_kvspec.scorers.making import allocation_of, make_scorer
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,14 @@ def _check_served(text: str, *, on_gpu: bool) -> None:
     """Raise ConfigError for wrong options, and UnsupportedError for what only a CPU does, or was
     tested on."""
     compressor = parse_compressor(text)
-    needs = make_scorer(compressor).needs
+    scorer = make_scorer(compressor)
+    needs = scorer.needs
+    keeps_all = getattr(scorer, "keeps_whole_heads", False)
+    if keeps_all and allocation_of(compressor) == "same":
+        raise ConfigError(
+            f"--kvspec-compressor {compressor.name} keeps all pages of some heads, so it cannot be "
+            "combined with heads=same or keep_anchors=false (allowed: heads=head)"
+        )
     if not on_gpu:
         return
     if not compressor.keep_anchors:

@@ -157,6 +157,12 @@ def build_pool(kvc: Any, config: KVSpecConfig, max_total_num_tokens: int) -> KVS
                 "--kvspec-host-gb %g is not used: as many tokens fit into GPU memory without it",
                 config.host_gb,
             )
+        if config.frees_anchors and not plan.pages_without_anchors:
+            logger.warning(
+                "keep_anchors=false has no effect: a prompt of the model's context length could "
+                "need the anchors of all pages (raise the KV memory or --max-total-tokens, or "
+                "lower --context-length)"
+            )
     return KVSpecPool(
         kv,
         start_layer=kvc.layer_info.start_layer,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from math import ceil
 from typing import Any
 
 import psutil
@@ -21,6 +19,7 @@ from sglang_kvspec.adapters.ranks import (
 )
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.codecs.registry import make_codec
+from sglang_kvspec.core.compressor import GENERATED_SHARE
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.units import GIB
@@ -47,10 +46,6 @@ from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 from sglang_kvspec.runtime.targets.flashinfer_pages import WORKSPACE_BYTES
 from sglang_kvspec.scorers.making import allocation_of
-
-# Share of the pages that have room for anchors besides those that a compressor keeps: for generated
-# tokens, whose anchors all stay.
-GENERATED_SHARE = 0.1
 
 # Host memory left to the operating system and to SGLang's own processes.
 HOST_RESERVE_BYTES = 2 * GIB
@@ -177,10 +172,13 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             # prefills at a time.
             min_cache_pages = _pages_of_one_request(self._kvc, config)
         elif host_bytes is None:
-            kept_bytes = (kept_pages + anchors.least) * page_bytes.anchor
-            mean = replace(page_bytes, anchor=ceil(page_bytes.anchor * anchors.share))
+            kept_bytes = kept_pages * page_bytes.anchor
             kv_bytes, host_limit_bytes = split_shared_memory(
-                budget_bytes - kept_bytes, mean, window_pages, config.residual_hbm_fraction
+                budget_bytes - kept_bytes,
+                page_bytes,
+                window_pages,
+                config.residual_hbm_fraction,
+                anchors,
             )
             budget_bytes = kv_bytes + kept_bytes
         make = partial(
@@ -215,7 +213,7 @@ def _anchor_share(kvc: Any, config: KVSpecConfig) -> AnchorShare:
     if not config.frees_anchors:
         return ALL_HAVE_ANCHORS
     budget = DEFAULT_BUDGET if config.asked_budget is None else config.asked_budget
-    return AnchorShare(min(1.0, budget + GENERATED_SHARE), _pages_of_one_request(kvc, config))
+    return AnchorShare(budget + GENERATED_SHARE, _pages_of_one_request(kvc, config))
 
 
 def draft_copy_bytes(kvc: Any, config: KVSpecConfig) -> int:

@@ -41,6 +41,7 @@ class Prefill:
         self._loop.interrupt()
         parts = self._parts
         rows = self._rows(batch)
+        parts.pages.note_use(row.pages for row in rows)
         result = parts.forward.planned(ForwardPlan(tuple(rows)), batch=batch)
         for row in rows:
             parts.pages.commit(row.pages, row.start, row.end)

@@ -19,6 +19,9 @@ Unit = Literal["pages", "tokens"]
 # of all layers read the same tokens, by the sum of their scores. With several ranks, only heads of
 # one rank compete.
 Allocation = Literal["head", "layer", "model", "same"]
+# Share of the pages of a server with keep_anchors=false that have room for anchors, besides those
+# that drafts read of prompts: for generated tokens, whose anchors all stay.
+GENERATED_SHARE = 0.1
 _OPTION = re.compile(r"([a-z_]+)=([^,=]+)")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_kvspec.core.compressor import GENERATED_SHARE
 from sglang_kvspec.core.errors import ConfigError, KVSpecError, UnsupportedError
 
 # A KVSpecConfig; its module imports this one.
@@ -123,9 +124,10 @@ def stores_no_freed_anchors(config: Settings) -> bool:
     return not config.frees_anchors or not config.keeps_prefixes
 
 
-def frees_anchors_that_it_can(config: Settings) -> bool:
-    """Return False where a compressor is to free anchors, and drafts read all of them."""
-    return not config.frees_anchors or config.draft_budget != 1
+def has_budget_that_frees_anchors(config: Settings) -> bool:
+    """Return False where a compressor is to free anchors, and there is room for all of them."""
+    budget = config.asked_budget
+    return not config.frees_anchors or budget is None or budget < 1 - GENERATED_SHARE
 
 
 def reads_some_pages(config: Settings) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, CompressorText
+from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, GENERATED_SHARE, CompressorText
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flag import Flag
 from sglang_kvspec.core.flag_kinds import (
@@ -35,8 +35,8 @@ from sglang_kvspec.core.flag_needs import (
     drafts_with_ngrams,
     fits_host,
     fits_prefix_host,
-    frees_anchors_that_it_can,
     frees_no_anchors_that_it_sends,
+    has_budget_that_frees_anchors,
     has_default_pages,
     has_no_view,
     has_view_of_its_drafts,
@@ -318,9 +318,9 @@ FLAGS: tuple[Flag, ...] = (
                 "and --kvspec-prefix-server store (allowed: keep_anchors=true)",
             ),
             Need(
-                frees_anchors_that_it_can,
+                has_budget_that_frees_anchors,
                 "{flag} {value} frees no anchors with --kvspec-draft-budget {config.draft_budget} "
-                "(allowed: auto, less than 1)",
+                f"(allowed: auto, less than {1 - GENERATED_SHARE:g})",
             ),
         ),
         server_needs=(

@@ -76,6 +76,7 @@ class RoundLoop:
 
     def run_round(self, batch: RoundBatch) -> RoundResult:
         """Take the batch's requests through one round. Mutates their states."""
+        self.pages.note_use(batch.pages)
         batch.late = self.planner.find_late(batch.states, batch.pages)
         started = self.overlap.take(batch)
         if started is None:

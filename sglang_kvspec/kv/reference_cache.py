@@ -110,8 +110,6 @@ class ReferenceKVCache(PagedKVCache):
             window, whole = row.split_written(size)
             self.open_pages(window)
             direct += whole
-            if row.kind is RowKind.DRAFT:
-                self.anchor_places.note_read(row.past_pages(size))
         if direct:
             self.begin_encode(direct)
         yield

@@ -82,10 +82,10 @@ class AnchorShare:
     def pages(self, num_pages: int) -> int:
         return min(num_pages, ceil(num_pages * self.share) + self.least)
 
-    def most_pages(self, bytes_: int, anchor_bytes: int, beside_bytes: int = 0) -> int:
+    def most_pages(self, bytes_: int, anchor_bytes: int, beside_bytes: float = 0) -> int:
         """Return how many pages fit into bytes_, each with beside_bytes, and with anchor_bytes if
         it has anchors."""
-        all_have = bytes_ // (anchor_bytes + beside_bytes)
+        all_have = int(bytes_ // (anchor_bytes + beside_bytes))
         some_have = (bytes_ - self.least * anchor_bytes) // (
             self.share * anchor_bytes + beside_bytes
         )
@@ -126,7 +126,11 @@ def kept_anchor_pages_for(
 
 
 def split_shared_memory(
-    budget_bytes: int, page_bytes: PageBytes, window_pages: int, residual_fraction: float
+    budget_bytes: int,
+    page_bytes: PageBytes,
+    window_pages: int,
+    residual_fraction: float,
+    anchors: AnchorShare = ALL_HAVE_ANCHORS,
 ) -> tuple[int, int]:
     """Divide memory that is KV memory and host memory at once, as on a CPU.
 
@@ -134,10 +138,14 @@ def split_shared_memory(
     """
     fixed_bytes = window_pages * page_bytes.plain + PADDING_PAGES * page_bytes.anchor
     rest = max(budget_bytes - fixed_bytes, 0)
-    kv_page = min(
-        page_bytes.anchor / (1 - residual_fraction), page_bytes.anchor + page_bytes.residual
-    )
-    host_bytes = int(rest * page_bytes.residual / (page_bytes.residual + kv_page))
+    # Anchors have the part of the KV memory that is not the cache's, or all residuals are cached.
+    share, residual = 1 - residual_fraction, page_bytes.residual
+    with_cache = anchors.most_pages(int(rest * share), page_bytes.anchor, residual * share)
+    all_cached = anchors.most_pages(rest, page_bytes.anchor, 2 * residual)
+    num_pages = max(with_cache, all_cached)
+    anchor_bytes = anchors.pages(num_pages) * page_bytes.anchor
+    kv_bytes = min(ceil(anchor_bytes / share), anchor_bytes + num_pages * residual)
+    host_bytes = max(min((num_pages + 1) * residual, rest - kv_bytes), 0)
     return budget_bytes - host_bytes, host_bytes
 
 

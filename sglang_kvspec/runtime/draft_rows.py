@@ -83,6 +83,7 @@ class DraftRows:
             tokens = ints(2, max_batch, dtype=torch.int64)
         self.input_ids, self.positions = tokens
         self.past_indptr = ints(max_batch + 1)
+        # Entries of DraftRow.past, of all rows.
         self.past_pages = ints(max_batch * max_pages)
         self.head_pages = None if lists is None else ints(max_batch * max_pages, *lists)
         self.list_indptr = ints(max_batch + 1)
@@ -301,7 +302,6 @@ def _places(kv: PagedKVCache, past: torch.Tensor) -> torch.Tensor:
     if kv.anchor_places.holds_all:
         return past
     assert past.ndim == 1, "lists by layer and KV head are of pages that all have anchors"
-    kv.anchor_places.note_read(past)
     return kv.anchor_places.of(past[kv.anchor_places.have(past)])
 
 

@@ -37,6 +37,11 @@ class PageKeeper:
             if index < num_full - self._recent_pages:
                 self._leaving[page] = None
 
+    def note_use(self, requests: Iterable[torch.Tensor]) -> None:
+        """Note a round or a prefill, so that pages of running requests keep their anchors.
+        requests: pages of each request that takes part, int64 on the CPU."""
+        self._kv.anchor_places.note_use(requests)
+
     def flush(self) -> None:
         """Commit the pages that became full, and free the window slots of pages that leave the
         window."""

@@ -32,10 +32,12 @@ Memory = list[dict[str, torch.Tensor]]
 @dataclass(slots=True)
 class _PromptScores:
     """Scores of a prompt between two of its chunks. scores: [num_layers, num_kv_heads, num_tokens]
-    float32 on the CPU, of all tokens so far. first_own: position of the first token that the
-    request has computed itself. memory: the scorer's, by layer. made_by: number of the prefill."""
+    float32 on the CPU, of all tokens so far. pages: their pages. first_own: position of the first
+    token that the request has computed itself, in a page that it still has. memory: the scorer's,
+    by layer. made_by: number of the prefill."""
 
     scores: torch.Tensor
+    pages: torch.Tensor
     first_own: int
     memory: Memory
     made_by: int = 0
@@ -176,9 +178,13 @@ class TokenScorer:
             row, before = self._rows[index], self._before[index]
             scores = torch.stack(by_layer).cpu()
             self._keep(row.pages, scores, before.first_own)
-            last_page = int(row.pages[(scores.shape[-1] - 1) // self._page_size])
-            self._prompts[last_page] = _PromptScores(
-                scores, before.first_own, before.memory, self._num_prefills
+            last = (scores.shape[-1] - 1) // self._page_size
+            self._prompts[int(row.pages[last])] = _PromptScores(
+                scores,
+                row.pages[: last + 1],
+                before.first_own,
+                before.memory,
+                self._num_prefills,
             )
         self._scored, self._before = {}, {}
         # A server whose requests end at the prefill never asks for the seconds.
@@ -335,9 +341,15 @@ class TokenScorer:
             known = self._prompts.pop(last_page, None)
             # A page that is full now may have been the last one of a shorter prompt.
             if known is not None and known.scores.shape[-1] == num_tokens:
+                # SGLang replaces pages by those of a request that computed the same tokens first.
+                others = (known.pages != pages[: len(known.pages)]).nonzero()
+                if len(others):
+                    behind = (int(others[-1]) + 1) * self._page_size
+                    known.first_own = max(known.first_own, behind)
                 return known
         memory: Memory = [{} for _ in range(self._kv.geometry.num_layers)]
-        return _PromptScores(self._scores_of(pages, num_tokens), num_tokens, memory)
+        own = pages[: -(-num_tokens // self._page_size)]
+        return _PromptScores(self._scores_of(pages, num_tokens), own, num_tokens, memory)
 
 
 def _unscored(

@@ -104,6 +104,9 @@ class Scorer(Protocol):
 
     A scorer may be wrong about everything: drafts are verified against all tokens. It holds no
     state, decides by its chunk alone and draws no unseeded random numbers, so that all ranks agree.
+
+    A scorer that gives all tokens of some heads ALWAYS declares `keeps_whole_heads = True`. Heads
+    that read the same pages would read all of them.
     """
 
     about: ClassVar[About]

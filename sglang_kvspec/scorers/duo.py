@@ -38,6 +38,7 @@ class DuoAttention:
     )
     needs: ClassVar[Needs] = Needs()
     allocation: ClassVar[Allocation] = "head"
+    keeps_whole_heads: ClassVar[bool] = True
 
     file: str = ""
     share: float = 0.5

@@ -58,7 +58,9 @@ class Pair:
 
     kernels: Backend = "auto"
 
-    def __init__(self, codec_name: str, target: str, *, in_order: bool = False) -> None:
+    def __init__(
+        self, codec_name: str, target: str, *, in_order: bool = False, anchor_pages: int = NUM_PAGES
+    ) -> None:
         geometry = KVGeometry(LAYERS, KV_HEADS, HEAD_DIM, PAGE, torch.bfloat16)
         codec = make_codec(
             codec_name, target=target, page_size=PAGE, head_dim=HEAD_DIM, dtype=torch.bfloat16
@@ -70,6 +72,7 @@ class Pair:
             host_pages=0,
             page_bytes=PageBytes(1, 1, 1),
             binding="test",
+            pages_without_anchors=NUM_PAGES - anchor_pages,
         )
         self.reference = ReferenceAttention(
             ReferenceKVCache(geometry, codec, plan, torch.device("cpu"))
@@ -361,6 +364,36 @@ def test_draft_steps_read_the_pages_of_the_best_scores(codec: str, allocation: A
     assert has_shorter == (allocation == "model")
     steps = Steps(pair, "make_draft_step", with_lists=True)
     steps.run(rows, RowKind.DRAFT, lens, seen)
+
+
+@CODECS
+def test_draft_steps_leave_pages_without_anchors_out(codec: str) -> None:
+    """Pages get the places of others, also pages that a captured graph encodes."""
+    pytest.importorskip("flashinfer")
+    pair = Pair(codec, "exact", anchor_pages=60)
+    sides = (pair.reference.kv, pair.device.kv)
+    pair.prefill(a=1190, b=1500)
+    gone = pair.page_ids("a", 1190)[[0, 3, 4, 9]].tolist() + pair.page_ids("b", 1500)[2:9].tolist()
+    for kv in sides:
+        kv.free_anchors(gone)
+    pair.device.kv.capture_commits()
+    pair.prefill(c=700, b=64)
+    for _ in range(9):
+        pair.verify(a=16, c=9)
+    every = torch.cat([pair.page_ids(name, end) for name, end in pair.committed.items()])
+    places = pair.device.kv.anchor_places
+    held = every[places.have(every)]
+    assert len(held) < len(every)
+    assert (places.of(held) != held).any(), "all pages have their own places"
+    lens = {"b": 6, "a": 5, "c": 2}
+    rows = [
+        draft_row(pair.device.kv, 0, start, pair.page_ids(name, start + count + 1), count)
+        for name, count in lens.items()
+        for start in [pair.committed[name]]
+    ]
+    Steps(pair, "make_draft_step").run(rows, RowKind.DRAFT, lens)
+    for kv in sides:
+        kv.check_integrity()
 
 
 class WideSteps:

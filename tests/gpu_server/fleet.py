@@ -57,6 +57,9 @@ NGRAM = ("--kvspec-drafter=ngram", "--kvspec-ngram-always=true")
 # Scores of a prompt's pages. Those of all heads compete in the second, so that lists of pages have
 # different lengths.
 SCORES = ("--kvspec-compressor=snapkv:window=16", "--kvspec-draft-budget=0.1")
+FREED = ("--kvspec-compressor=snapkv:window=16,keep_anchors=false", "--kvspec-draft-budget=0.1")
+# Anchors are not freed on a GPU otherwise.
+UNTESTED = {"SGLANG_KVSPEC_UNTESTED": "1"}
 UNEVEN_SCORES = ("--kvspec-compressor=random:heads=model", "--kvspec-draft-budget=0.3")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
 # SGLang retracts a request at every fifth step of several requests.
@@ -227,6 +230,10 @@ class Fleet:
             "ngram int4": Spec((*NGRAM, INT4_WEIGHTS, ALWAYS_DRAFTS), environment=RETRACT),
             "scores": Spec((*SCORES, ALWAYS_DRAFTS, "--chunked-prefill-size=256")),
             "uneven scores": Spec((*UNEVEN_SCORES, ALWAYS_DRAFTS, HOSTED)),
+            "freed": Spec((*FREED, ALWAYS_DRAFTS, "--chunked-prefill-size=256"), None, UNTESTED),
+            "freed hosted": Spec(
+                (*FREED, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **RETRACT, **UNTESTED}
+            ),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
             "crowded": Spec(PAGES, 2 * small, RETRACT),

@@ -13,7 +13,7 @@ Same = Callable[..., None]
 
 lossless = pytest.mark.servers(
     *("exact", "pages", "int4 weights", "ngram", "ngram int4", "log4", "small chunks", "crowded"),
-    *("hosted", "scores", "uneven scores"),
+    *("hosted", "scores", "uneven scores", "freed", "freed hosted"),
 )
 
 
@@ -113,7 +113,21 @@ def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list
     assert reads["selection_ms"] > 0
 
 
-@pytest.mark.servers("scores", "uneven scores")
+@pytest.mark.servers("freed", "freed hosted")
+def test_anchors_that_drafts_do_not_read_are_freed(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
+) -> None:
+    server.flush()
+    same(server.ask(prompts, new_tokens, at_once=True), expected)
+    report = server.report()
+    freed, pools = report["freed_anchors"], report["pools"]
+    assert freed["freed"] > 0
+    assert 0 < freed["pages_with_anchors"] < pools["num_pages_allocated"] / 2
+    assert (freed["idle"], freed["without"]) == (0, 0)
+    assert report["counters"]["accepted"] > 0
+
+
+@pytest.mark.servers("scores", "uneven scores", "freed", "freed hosted")
 def test_drafts_read_the_pages_that_a_compressor_keeps(
     server: LiveServer, prompts: list[list[int]]
 ) -> None:

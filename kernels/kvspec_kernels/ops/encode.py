@@ -36,7 +36,8 @@ def encode_pages(
     k, v: [S, P, H, D] bf16, fp16 or fp32, equal strides, the last dimension contiguous.
     source: [N] int32 or int64, pages of k and v; an entry of -1 is skipped.
     anchors: [A, H, anchor bytes] uint8; anchor_slots: [N], the slot of each entry. Slots of entries
-        that are not skipped must be valid and distinct: the device does not check them.
+        that are not skipped must be valid, and distinct but for slots that nothing reads: the
+        device does not check them.
     residuals, residual_slots: likewise, [R, H, residual bytes] and [N].
     backend: "cuda" has the conditions of `cuda_covers`; "auto" takes "cuda" if they hold, else
         "triton".

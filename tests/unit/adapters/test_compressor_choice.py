@@ -89,3 +89,12 @@ def test_freed_anchors_were_not_tested_on_a_gpu(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert with_compressor(config, on_gpu=True) is config
     assert "snapkv with keep_anchors=false was not tested on a GPU" in caplog.text
+
+
+@pytest.mark.parametrize("option", ["heads=same", "keep_anchors=false"])
+def test_a_method_that_keeps_whole_heads_cannot_read_the_same_pages_with_all(tmp_path, option):
+    file = tmp_path / "heads.json"
+    file.write_text('{"retrieval": [[1.0, 0.0]]}')
+    config = KVSpecConfig(compressor=f"duo:file={file},{option}")
+    with pytest.raises(ConfigError, match="duo keeps all pages of some heads, so it cannot"):
+        with_compressor(config, on_gpu=False)

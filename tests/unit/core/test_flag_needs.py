@@ -127,9 +127,9 @@ LACKING: list[tuple[Options, str]] = [
         ", --kvspec-prefix-dir and --kvspec-prefix-server store (allowed: keep_anchors=true)",
     ),
     (
-        {"compressor": "snapkv:keep_anchors=false", "draft_budget": 1},
+        {"compressor": "snapkv:keep_anchors=false", "draft_budget": 0.9},
         "--kvspec-compressor snapkv:keep_anchors=false frees no anchors with --kvspec-draft-budget "
-        "1 (allowed: auto, less than 1)",
+        "0.9 (allowed: auto, less than 0.9)",
     ),
     (
         {"exact_residual": "packed", "anchor_bits": 2},

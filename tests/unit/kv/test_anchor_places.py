@@ -73,6 +73,7 @@ def test_pages_that_no_draft_reads_have_no_place_until_they_are_freed(places):
     places.free_unread([5, 6])
     places.begin([6, 1])
     assert places.have(ids(5, 6, 1)).tolist() == [False, False, True]
+    places.free_unread([5])
     assert places.counters.freed == 2
     assert places.counters.without == 0
     places.release([6])
@@ -81,22 +82,26 @@ def test_pages_that_no_draft_reads_have_no_place_until_they_are_freed(places):
     places.check_integrity({1, 6})
 
 
-def test_a_page_that_drafts_left_long_ago_gives_up_its_place(places, monkeypatch):
-    monkeypatch.setattr(anchor_places, "IDLE_READS", IDLE)
+def test_a_page_that_no_request_uses_gives_up_its_place(places, monkeypatch):
+    monkeypatch.setattr(anchor_places, "IDLE_USES", IDLE)
     places.begin([1, 2, 3])
     for _ in range(IDLE):
-        places.note_read(ids(1, 3))
+        places.note_use([ids(1), ids(3)])
     places.begin([4])
     assert places.have(ids(1, 2, 3, 4)).tolist() == [True, False, True, True]
     assert places.counters.idle == 1
-    # All places are in use now.
+    # All places are in use now. Pages that stay unused become idle in their turn.
     places.begin([5])
     assert not places.have(ids(5))
     assert (places.counters.idle, places.counters.without) == (1, 1)
+    for _ in range(IDLE):
+        places.note_use([ids(3, 4)])
+    places.begin([6])
+    assert places.have(ids(1, 3, 4, 6)).tolist() == [False, True, True, True]
 
 
 class PlacesMachine(RuleBasedStateMachine):
-    """Random use. `held`: pages with a place, and when each was last read."""
+    """Random use. `held`: pages with a place, and when each was last used."""
 
     @initialize(num_places=st.integers(1, NUM_PAGES - 1))
     def build(self, num_places):
@@ -118,15 +123,15 @@ class PlacesMachine(RuleBasedStateMachine):
         gone = self.held.keys() - self.with_places()
         assert gone <= idle
         assert len(gone) == taken
-        # Those that were read first go first.
+        # Those that were used first go first.
         left = (self.held[page] for page in idle - gone)
         assert max((self.held[page] for page in gone), default=0) <= min(left, default=self.now)
         self.held = {page: last for page, last in self.held.items() if page not in gone}
         self.held |= dict.fromkeys(wanted[: free + taken], self.now)
 
     @rule(pages=subsets)
-    def read(self, pages):
-        self.places.note_read(torch.tensor(sorted(pages)))
+    def use(self, pages):
+        self.places.note_use([torch.tensor([page]) for page in sorted(pages)])
         self.now += 1
         self.held |= {page: self.now for page in pages & self.held.keys()}
 
@@ -166,5 +171,5 @@ class PlacesMachine(RuleBasedStateMachine):
 
 
 def test_random_use(monkeypatch):
-    monkeypatch.setattr(anchor_places, "IDLE_READS", IDLE)
+    monkeypatch.setattr(anchor_places, "IDLE_USES", IDLE)
     run_state_machine_as_test(PlacesMachine, settings=settings(max_examples=60))

@@ -21,6 +21,7 @@ class Request:
 @dataclass(slots=True)
 class Batch:
     reqs: list[Request] = field(default_factory=list)
+    batch_is_full: bool = True
 
     def filter_batch(self) -> None:
         self.reqs = [req for req in self.reqs if not req.finished()]
@@ -33,12 +34,13 @@ DONE, RUNS = Request(True), Request(False)
     ("running", "last", "left"),
     [
         ([DONE, DONE], [DONE], (0, 0)),
-        ([DONE, RUNS], [DONE], (2, 0)),
-        ([DONE], [RUNS], (0, 1)),
+        ([], [DONE], (0, 0)),
+        ([DONE, RUNS], [DONE], (2, 1)),
+        ([DONE], [RUNS], (1, 1)),
         ([], None, (0, None)),
     ],
 )
-def test_batches_without_a_request_that_runs_are_emptied(
+def test_batches_are_emptied_if_no_request_runs(
     running: list[Request], last: list[Request] | None, left: tuple[int, int | None]
 ) -> None:
     scheduler = SimpleNamespace(
@@ -48,3 +50,5 @@ def test_batches_without_a_request_that_runs_are_emptied(
     flush_cache.hook(scheduler, empty_cache=True)
     now = None if scheduler.last_batch is None else len(scheduler.last_batch.reqs)
     assert (len(scheduler.running_batch.reqs), now) == left
+    # A full batch without requests would never admit one.
+    assert scheduler.running_batch.batch_is_full == (RUNS in running + (last or []))

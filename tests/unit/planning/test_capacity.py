@@ -245,16 +245,21 @@ def test_llama_8b_holds_more_than_3_3_times_the_tokens(codec):
 
 
 def test_freed_anchors_let_six_times_the_tokens_fit():
-    """With the cache that a request of 40,960 tokens needs, and host memory for all residuals."""
+    """With the cache that a request of 40,960 tokens needs. Then host memory is the limit."""
     window = window_pages_for(16, recent_pages=1, max_draft_len=32, page_size=64)
     least = pages_of_one_request(40_960, 32, 64)
     budget, page = 24 * GIB, llama_8b("uniform4")
-    limits = {"window": window, "fraction": 0.0, "min_cache_pages": least}
-    dense = plan(budget, page, **limits)
-    freed = plan(budget, page, **limits, anchors=AnchorShare(0.2, least))
-    assert dense.num_pages < 3 * dense.plain_pages
-    assert freed.num_pages >= 6 * freed.plain_pages
-    assert freed.cache_pages == dense.cache_pages == least
+    limits = {"window": window, "min_cache_pages": least}
+
+    def times(host, **anchors):
+        made = plan(budget, page, **limits, host=host, **anchors)
+        assert made.cache_pages >= least
+        return made.num_pages / made.plain_pages, made.host_bytes / GIB
+
+    shares = {"anchors": AnchorShare(0.2, least)}
+    assert times(PLENTY) == pytest.approx((2.69, 64.4), rel=0.01)
+    assert times(PLENTY, **shares) == pytest.approx((12.5, 301), rel=0.01)
+    assert times(150 * GIB, **shares) == pytest.approx((6.25, 150), rel=0.01)
 
 
 @pytest.mark.parametrize("codec", ["log4", "uniform4"])
@@ -273,6 +278,29 @@ def test_shared_memory_is_split_so_that_both_sides_hold_the_same_pages(budget, p
     by_host = host_bytes // page.residual
     by_kv = plan(kv_bytes, page, fraction=fraction).num_pages
     assert abs(by_host - by_kv) <= 1
+
+
+@given(
+    budget=st.integers(10**7, 2**40),
+    page=page_sizes,
+    window=st.integers(0, 9),
+    fraction=fractions,
+    share=st.floats(0.02, 1),
+    least=st.integers(0, 10**4),
+)
+def test_shared_memory_never_holds_fewer_pages_without_some_anchors(
+    budget, page, window, fraction, share, least
+):
+    def pages(anchors):
+        kv_bytes, host_bytes = split_shared_memory(budget, page, window, fraction, anchors)
+        assert kv_bytes + host_bytes == budget
+        made = plan_or_reject(
+            kv_bytes, page, window=window, fraction=fraction, host_limit=host_bytes, anchors=anchors
+        )
+        assert made.hbm_bytes + made.host_bytes <= budget
+        return made.num_pages
+
+    assert pages(AnchorShare(share, least)) >= pages(ALL_HAVE_ANCHORS)
 
 
 def test_shared_memory_smaller_than_the_window_goes_to_kv_memory():

@@ -339,6 +339,7 @@ class Engine:
             pages = self._pages(request, start + length)
             recent = self.config.recent_pages
             row = prefill_row(start, length, pages, page_size=size, recent_pages=recent)
+            self.keeper.note_use([row.pages])
             logits = self.forward.run_rows([row], request.prompt[start : row.end])
             self.keeper.commit(row.pages, row.start, row.end)
             start = row.end
