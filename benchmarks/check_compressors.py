@@ -5,17 +5,17 @@
 
 Each method has a CPU server of its own, with --kvspec-compressor or --kvspec-codec, in fp32. The
 scorers of tests/plugins, which choose as badly as they can, are methods too. Methods whose name
-ends in .freed also free the anchors that drafts do not read. Each server answers prompts one at a
-time, all at once, and continued behind their cached prefix. A scorer that needs a file is left out,
-and recorded with the reason, unless --file names one. --more: further values of
---kvspec-compressor, such as presses of kvpress.
+ends in .freed also free the anchors that drafts do not read; their answers count as
+compressors.freed.identity. Each server answers prompts one at a time, all at once, and continued
+behind their cached prefix. A scorer that needs a file is left out, and recorded with the reason,
+unless --file names one. --more: further values of --kvspec-compressor, such as presses of kvpress.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -190,15 +190,14 @@ def ask(server: ServerProcess, prompt: Sequence[int]) -> list[int]:
 
 def write(path: Path, found: dict[str, dict[str, Any]]) -> int:
     """Write the result of the methods so far. Return the exit code: 1 if an answer differs."""
-    tried = [each for each in found.values() if "answers" in each]
-    mismatches = sum(each["mismatches"] for each in tried)
-    answers = sum(each["answers"] for each in tried)
-    presses = sum("answers" in found[name] for name in found if name.startswith("kvpress."))
-    figures = [
-        Figure("compressors.identity.mismatches", mismatches, f"of {answers} answers", None, 0),
-        Figure("compressors.identity.methods", len(tried), "methods"),
-        Figure("compressors.kvpress", presses, "presses"),
-    ]
+    tried = {name: each for name, each in found.items() if "answers" in each}
+    freeing = {name: tried[name] for name in tried if name.endswith(".freed")}
+    keeping = {name: tried[name] for name in tried if name not in freeing}
+    figures = figures_of("compressors.identity", keeping) if keeping or not freeing else []
+    figures += figures_of("compressors.freed.identity", freeing) if freeing else []
+    presses = sum(name.startswith("kvpress.") for name in tried)
+    if presses:
+        figures.append(Figure("compressors.kvpress", presses, "presses"))
     settings = {
         "model": MODEL.name,
         "prompt_lens": PROMPT_LENS,
@@ -207,7 +206,17 @@ def write(path: Path, found: dict[str, dict[str, Any]]) -> int:
         "methods": found,
     }
     write_json(path, "check_compressors", torch.device("cpu"), settings, figures)
-    return 1 if mismatches or not tried else 0
+    return 1 if not tried or any(each["mismatches"] for each in tried.values()) else 0
+
+
+def figures_of(name: str, tried: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
+    mismatches, answers = (
+        sum(each[key] for each in tried.values()) for key in ("mismatches", "answers")
+    )
+    return [
+        Figure(f"{name}.mismatches", mismatches, f"of {answers} answers", None, 0),
+        Figure(f"{name}.methods", len(tried), "methods"),
+    ]
 
 
 if __name__ == "__main__":

@@ -44,7 +44,11 @@ class Lab:
             drafter=drafter,
         )
         scheduler = fakes.Scheduler(*next_lens)
-        pages = SimpleNamespace(flush=lambda: self.order.append("flush"), commit=lambda *args: None)
+        pages = SimpleNamespace(
+            flush=lambda: self.order.append("flush"),
+            commit=lambda *args: None,
+            note_use=lambda requests: None,
+        )
         sampler, ranks, self.counters = SpecSampler(0, CPU), Ranks(), SpecCounters()
         slots = SimpleNamespace(num_free=9)
         self.starter.kv.window = SimpleNamespace(slots=slots)

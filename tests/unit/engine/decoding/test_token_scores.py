@@ -128,6 +128,35 @@ def test_a_request_frees_what_it_has_computed_and_does_not_read(toy):
         assert request.state.output == expected.tokens
 
 
+def test_requests_take_the_places_of_cached_prefixes_and_not_of_one_another(toy, monkeypatch):
+    monkeypatch.setattr(anchor_places, "IDLE_USES", 4)
+    kv = toy.kv(num_pages=32, window_pages=24, cache_pages=8, anchor_pages=4)
+    engine = toy.RoundEngine(
+        kv, toy.model, KVSpecConfig(), token_scorer=ByPosition([1]), frees_anchors=True
+    )
+    engine.kept = set(range(1, 33))
+
+    def request(seed, num_tokens, num_new):
+        rng = torch.Generator().manual_seed(seed)
+        return toy.Request(torch.randint(toy.vocab, (num_tokens,), generator=rng).tolist(), num_new)
+
+    def have(request, first):
+        num_full = request.state.committed_len // kv.geometry.page_size
+        return kv.anchor_places.have(torch.tensor(request.pages[first:num_full])).tolist()
+
+    # The prompt's last page and three of the answer have anchors, and stay cached.
+    before = request(1, 65, 100)
+    engine.serve([before])
+    assert have(before, 1) == [True] * 4
+    assert kv.anchor_places.counters.idle == 0
+    both = [request(2, 20, 70), request(3, 20, 70)]
+    engine.serve(both)
+    # Two pages each, which they got while the other one was drafting.
+    assert [have(each, 0) for each in both] == [[True, True]] * 2
+    assert have(before, 1) == [False] * 4
+    assert kv.anchor_places.counters.idle == 4
+
+
 def test_pages_of_another_request_that_came_between_two_chunks_keep_their_anchors(toy):
     """SGLang replaces a prompt's first pages by those of a request that computed the same tokens
     first."""
