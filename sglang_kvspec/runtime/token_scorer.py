@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.kv.reference_cache import KV, ReferenceKVCache
 from sglang_kvspec.runtime.phase_timer import TotalTimer
+from sglang_kvspec.runtime.prompt_scores import PromptScores, ScoredPrompt
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.token_scores import TokenScores
 from sglang_kvspec.scorers.base import ALWAYS, LayerChunk, Rotary, Scorer
@@ -23,31 +23,11 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a trial at the start: more than any window has.
 TRIED_TOKENS = 512
-# Prefills after which a prompt is forgotten if none of them has continued it: its request has ended
-# between two chunks. SGLang continues a prompt in the next prefill.
-MOST_PREFILLS = 16
-Memory = list[dict[str, torch.Tensor]]
-
-
-@dataclass(slots=True)
-class _PromptScores:
-    """Scores of a prompt between two of its chunks. scores: [num_layers, num_kv_heads, num_tokens]
-    float32 on the CPU, of all tokens so far. pages: their pages. first_own: position of the first
-    token that the request has computed itself, in a page that it still has. memory: the scorer's,
-    by layer. made_by: number of the prefill."""
-
-    scores: torch.Tensor
-    pages: torch.Tensor
-    first_own: int
-    memory: Memory
-    made_by: int = 0
 
 
 class TokenScorer:
     """The engine's PageScorer, and the observer of forwards, for a view by scores of tokens.
 
-    A cached prefix keeps the scores of the request that computed it, by page. A prompt that comes
-    in several chunks is known by the page of its last token so far. A freed page takes both along.
     Scores are made on the cache's device and kept on the CPU, where pages are selected.
     """
 
@@ -69,14 +49,10 @@ class TokenScorer:
         self._first_kv_head = first_kv_head
         self._timer = TotalTimer(kv.device)
         self._has_warned = False
-        # [num_layers, num_kv_heads, page_size] by page; ALWAYS for tokens without a score.
-        self._scores: dict[int, torch.Tensor] = {}
-        # Prompts between two chunks, by the page of their last token.
-        self._prompts: dict[int, _PromptScores] = {}
-        self._num_prefills = 0
+        self._prompts = PromptScores(kv.geometry)
         self._rows: Sequence[Row] = ()
         # Present forward, by index of the row.
-        self._before: dict[int, _PromptScores] = {}
+        self._before: dict[int, ScoredPrompt] = {}
         self._scored: dict[int, list[torch.Tensor]] = {}
         self._queries: dict[int, list[tuple[torch.Tensor, float]]] = {}
         self._hidden: Mapping[int, torch.Tensor] = {}
@@ -131,12 +107,11 @@ class TokenScorer:
         for index, row in enumerate(rows):
             if row.kind in (RowKind.PREFILL, RowKind.REPEAT):
                 self._scored[index] = []
-                self._before[index] = self._take_prompt(row.pages, row.start)
+                self._before[index] = self._prompts.take(row.pages, row.start)
             elif row.kind is RowKind.VERIFY and self._scorer.needs.drafting:
                 self._queries[index] = []
         if any(row.kind is RowKind.PREFILL for row in rows):
-            self._num_prefills += 1
-            self._forget_ended_prompts()
+            self._prompts.begin_prefill()
 
     def observe(
         self, layer: int, index: int, q: torch.Tensor, context: Callable[[], KV], scale: float
@@ -175,26 +150,15 @@ class TokenScorer:
     def end(self) -> None:
         """Keep the scores of all prompts of the forward."""
         for index, by_layer in self._scored.items():
-            row, before = self._rows[index], self._before[index]
             scores = torch.stack(by_layer).cpu()
-            self._keep(row.pages, scores, before.first_own)
-            last = (scores.shape[-1] - 1) // self._page_size
-            self._prompts[int(row.pages[last])] = _PromptScores(
-                scores,
-                row.pages[: last + 1],
-                before.first_own,
-                before.memory,
-                self._num_prefills,
-            )
+            self._prompts.keep(self._before[index], self._rows[index].pages, scores)
         self._scored, self._before = {}, {}
         # A server whose requests end at the prefill never asks for the seconds.
         self._timer.settle()
 
     def on_pages_freed(self, pages: Iterable[int]) -> None:
         """Forget what is known of pages that SGLang freed."""
-        for page in pages:
-            self._scores.pop(page, None)
-            self._prompts.pop(page, None)
+        self._prompts.on_pages_freed(pages)
 
     # The engine's PageScorer
 
@@ -204,7 +168,7 @@ class TokenScorer:
         for index, state, pages in committed:
             known = state.token_scores
             if known is None:
-                prompt = self._take_prompt(pages, state.committed_len)
+                prompt = self._prompts.take(pages, state.committed_len)
                 memory = prompt.memory if self._scorer.needs.drafting else []
                 state.token_scores = TokenScores(prompt.scores, memory)
                 if self._frees_anchors:
@@ -303,53 +267,6 @@ class TokenScorer:
             return k, v
         tail = self._kv.window.read(layer, pages[num_full : num_full + 1])
         return torch.cat((k, tail[0][0, :filled])), torch.cat((v, tail[1][0, :filled]))
-
-    def _scores_of(self, pages: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return the scores [num_layers, num_kv_heads, num_tokens] of a request's first tokens."""
-        geometry = self._kv.geometry
-        shape = (geometry.num_layers, geometry.num_kv_heads, self._page_size)
-        unknown = torch.full(shape, ALWAYS)
-        num_pages = -(-num_tokens // self._page_size)
-        by_page = [self._scores.get(page, unknown) for page in pages[:num_pages].tolist()]
-        if not by_page:
-            return unknown[..., :0]
-        return torch.cat(by_page, dim=-1)[..., :num_tokens]
-
-    def _keep(self, pages: torch.Tensor, scores: torch.Tensor, first_own: int) -> None:
-        """Keep scores by page, but for pages that another request has computed."""
-        size = self._page_size
-        num_pages = -(-scores.shape[-1] // size)
-        padded = F.pad(scores, (0, num_pages * size - scores.shape[-1]), value=ALWAYS)
-        first = first_own // size
-        own = torch.split(padded[..., first * size :], size, dim=-1)
-        # Without own tokens there are no pages, but one empty part.
-        for page, of_page in zip(pages[first:num_pages].tolist(), own, strict=False):
-            self._scores[page] = of_page.clone()
-
-    def _forget_ended_prompts(self) -> None:
-        """Forget prompts that no prefill has continued for long. Their pages may stay cached, and
-        memory of all layers, on a GPU its own, with them."""
-        oldest = self._num_prefills - MOST_PREFILLS
-        ended = [page for page, known in self._prompts.items() if known.made_by < oldest]
-        for page in ended:
-            del self._prompts[page]
-
-    def _take_prompt(self, pages: torch.Tensor, num_tokens: int) -> _PromptScores:
-        """Return, and forget, what is known of a prompt of which num_tokens tokens have KV."""
-        if num_tokens:
-            last_page = int(pages[(num_tokens - 1) // self._page_size])
-            known = self._prompts.pop(last_page, None)
-            # A page that is full now may have been the last one of a shorter prompt.
-            if known is not None and known.scores.shape[-1] == num_tokens:
-                # SGLang replaces pages by those of a request that computed the same tokens first.
-                others = (known.pages != pages[: len(known.pages)]).nonzero()
-                if len(others):
-                    behind = (int(others[-1]) + 1) * self._page_size
-                    known.first_own = max(known.first_own, behind)
-                return known
-        memory: Memory = [{} for _ in range(self._kv.geometry.num_layers)]
-        own = pages[: -(-num_tokens // self._page_size)]
-        return _PromptScores(self._scores_of(pages, num_tokens), own, num_tokens, memory)
 
 
 def _unscored(

@@ -15,10 +15,11 @@ from sglang_kvspec.runtime.draft_rows import draft_row
 from sglang_kvspec.runtime.draft_view import DraftReads
 from sglang_kvspec.runtime.earlier_tokens import EarlierTokens
 from sglang_kvspec.runtime.pages import PageKeeper
+from sglang_kvspec.runtime.prompt_scores import MOST_PREFILLS
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
 from sglang_kvspec.runtime.scored_tokens import SamePages, ScoredPageLists, ScoredTokens
-from sglang_kvspec.runtime.token_scorer import MOST_PREFILLS, TokenScorer
+from sglang_kvspec.runtime.token_scorer import TokenScorer
 from sglang_kvspec.runtime.token_scores import TokenScores
 from sglang_kvspec.scorers.base import ALWAYS, About, Needs
 
