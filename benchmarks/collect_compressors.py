@@ -6,8 +6,10 @@ the package knows of them, sglang_kvspec/planning/measured_compressors.py.
 
 Paths are relative to benchmarks/results. --others: results of other scripts, whose figures named
 `compressors.` are taken over. --serving: results of bench_serving.py on one GPU, by the name of
-what drafts read; the first has plain SGLang. `settings.parts` says where, when and at which commit
-each part was measured; --commit-of gives the commit of a part from a machine without git.
+what drafts read; the first has plain SGLang. --freed: result of bench_serving.py with plain SGLang
+and a server that frees anchors, at one --mem-fraction-static. `settings.parts` says where, when and
+at which commit each part was measured; --commit-of gives the commit of a part from a machine
+without git.
 
 Figures: compressors.PLACE.METHOD.WHAT of each run. compressors.methods: number of scorers and
 codecs. compressors.PLACE.best.bytes_vs_dense4: fewest bytes of a method that keeps 0.9 of the
@@ -16,6 +18,8 @@ the most of its bytes. `settings.best` names these methods. compressors.uniform2
 compressors.rotated2.accepted: all 2-bit anchors of uniform4, and of the better codec that rotates,
 at the first place. compressors.serving.POINT.NAME.tokens_per_s, .accepted, .drafted: of a server
 with the target exact. .vs_plain: over plain SGLang of the first of --serving.
+compressors.freed.tokens_vs_plain: tokens that fit on the server of --freed, over those of plain
+SGLang in the same memory.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ PREFIX = "compressors."
 RATE = "decode.tokens_per_s"
 WHAT_IS_SERVED = {RATE: "tokens_per_s", "accepted": "accepted", "drafted": "drafted"}
 SERVED = re.compile(rf"serve\.(.+)\.exact\.({'|'.join(map(re.escape, WHAT_IS_SERVED))})")
+FITTING = re.compile(r"serve\.(.+)\.(exact|bf16)\.max_total_num_tokens")
 PLAIN_RATE = re.compile(rf"serve\.(.+)\.bf16\.{re.escape(RATE)}")
 ANCHORS_OF_2_BITS = {
     "uniform2": ("uniform4_2bit",),
@@ -59,6 +64,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", required=True, metavar="PLACE=FILE")
     parser.add_argument("--others", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--serving", nargs="*", default=[], metavar="NAME=FILE")
+    parser.add_argument("--freed", metavar="FILE", help="serving with freed anchors")
     parser.add_argument("--commit-of", nargs="*", default=[], metavar="FILE=COMMIT")
     parser.add_argument("--out", type=Path, default=RESULTS / "compressors.json")
     parser.add_argument("--module", type=Path, default=MODULE, help="what the package knows of it")
@@ -77,6 +83,8 @@ def main() -> None:
     figures += serving_figures(
         {name: parts.read(file)["figures"] for name, file in servers.items()}
     )
+    if args.freed is not None:
+        figures.append(freed_figure(parts.read(args.freed)["figures"]))
     kept = ("model", "prompt_len", "prompts", "new_tokens", "draft_len", "text", "by", "scorers")
     places = {place: {key: run["settings"][key] for key in kept} for place, run in runs.items()}
     settings = {
@@ -145,6 +153,16 @@ def serving_figures(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[
                     spread = row["spread"] / base
                     figures.append(Figure(f"{head}.vs_plain", ratio, "x", spread, base))
     return figures
+
+
+def freed_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return how many times the tokens of plain SGLang fit. rows: figures of bench_serving.py, in
+    which all servers of a system have the same memory. Raises ValueError if a system is missing."""
+    tokens = {match[2]: row["value"] for row in rows if (match := FITTING.fullmatch(row["name"]))}
+    if tokens.keys() != {"exact", "bf16"}:
+        raise ValueError(f"--freed needs plain SGLang (bf16) and exact, got {sorted(tokens)}")
+    ratio = tokens["exact"] / tokens["bf16"]
+    return Figure(f"{PREFIX}freed.tokens_vs_plain", ratio, "x", None, tokens["bf16"])
 
 
 if __name__ == "__main__":

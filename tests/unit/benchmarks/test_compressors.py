@@ -12,7 +12,13 @@ import torch
 from acceptance.model import LlamaShape
 from acceptance.report import Figure
 from acceptance.rounds import Rounds
-from collect_compressors import RESULTS, place_figures, serving_figures, summary
+from collect_compressors import (
+    RESULTS,
+    freed_figure,
+    place_figures,
+    serving_figures,
+    summary,
+)
 from compressors.costs import (
     CONTEXT_LEN,
     MODEL,
@@ -308,3 +314,16 @@ def test_rates_are_those_over_plain_sglang_of_the_first_result():
         f"{head}.vs_plain": (2, 0.2, 800),
         f"{head}.accepted": (9, 0.9, None),
     }
+
+
+def test_tokens_that_fit_with_freed_anchors_are_compared_with_plain_sglang():
+    names = {"exact": 700, "bf16": 100}
+    rows = [
+        {"name": f"serve.8b.32k.bs16.{system}.max_total_num_tokens", "value": value}
+        for system, value in names.items()
+    ]
+    found = freed_figure([*rows, {"name": "serve.8b.32k.bs16.exact.accepted", "value": 3}])
+    assert (found.name, found.value) == ("compressors.freed.tokens_vs_plain", 7)
+    assert found.baseline == 100
+    with pytest.raises(ValueError, match=r"got \['exact'\]"):
+        freed_figure(rows[:1])
