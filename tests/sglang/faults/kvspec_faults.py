@@ -4,7 +4,8 @@ room.
 
 A server that has this folder on PYTHONPATH loads it as an SGLang plugin. The file named by
 KVSPEC_FAULT_FILE lists the active faults, so that one server can show all of them.
-KVSPEC_CACHE_PAGES limits the pages of the residual cache. KVSPEC_HEADROOM_TOKENS is the number of
+KVSPEC_CACHE_PAGES limits the pages of the residual cache, and KVSPEC_ANCHOR_PAGES those that have
+anchors. KVSPEC_HEADROOM_TOKENS is the number of
 tokens that each running request must have room for when another request starts.
 """
 
@@ -29,7 +30,9 @@ def register() -> None:
     if "SGLANG_KVSPEC" not in os.environ:
         return
     if "KVSPEC_CACHE_PAGES" in os.environ:
-        _shrink_cache(int(os.environ["KVSPEC_CACHE_PAGES"]))
+        _change_plan(partial(_shrink_cache, int(os.environ["KVSPEC_CACHE_PAGES"])))
+    if "KVSPEC_ANCHOR_PAGES" in os.environ:
+        _change_plan(partial(_take_anchors, int(os.environ["KVSPEC_ANCHOR_PAGES"])))
     if "KVSPEC_HEADROOM_TOKENS" in os.environ:
         _set_headroom(int(os.environ["KVSPEC_HEADROOM_TOKENS"]))
     if "KVSPEC_FAULT_FILE" not in os.environ:
@@ -83,19 +86,22 @@ def register() -> None:
         _replace(products, "product", "sums_by_rows", _add_parts_of_few_rows)
 
 
-def _shrink_cache(num_pages: int) -> None:
+def _change_plan(change: Callable[[Any], Any]) -> None:
     from sglang_kvspec.adapters import pool_sizing
 
     plan_capacity = pool_sizing.plan_capacity
+    pool_sizing.plan_capacity = lambda *args, **kwargs: change(plan_capacity(*args, **kwargs))
 
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        plan = plan_capacity(*args, **kwargs)
-        if not plan.host_pages:
-            # Without a store the residuals beyond the cache would have no place.
-            return plan
-        return replace(plan, cache_pages=min(plan.cache_pages, num_pages))
 
-    pool_sizing.plan_capacity = planned
+def _shrink_cache(num_pages: int, plan: Any) -> Any:
+    if not plan.host_pages:
+        # Without a store the residuals beyond the cache would have no place.
+        return plan
+    return replace(plan, cache_pages=min(plan.cache_pages, num_pages))
+
+
+def _take_anchors(num_pages: int, plan: Any) -> Any:
+    return replace(plan, pages_without_anchors=max(plan.num_pages - num_pages, 0))
 
 
 def _set_headroom(num_tokens: int) -> None:
