@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressors.doc_table import compressor_tables, identity_table
+from compressors.doc_table import compressor_tables, identity_table, run_table
 from draft_lengths.doc_table import draft_lengths_table
 from flag_tables import flag_tables
 from metric_tables import metric_tables
@@ -316,6 +316,7 @@ def all_tables() -> dict[str, str]:
         "serving": tables.block(),
         "summary": summary(),
         "compressor_identity": identity_table(RESULTS / "compressor_identity.json"),
+        "compressor_same_heads": run_table(RESULTS / "compressors_same_heads.json"),
         **compressor_tables(RESULTS / "compressors.json"),
         **flag_tables(),
         **metric_tables(),

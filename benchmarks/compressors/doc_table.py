@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from compressors.points import Point, front, read_places
+from compressors.points import Point, front, points_of, read_places
 
 
 def compressor_tables(path: Path) -> dict[str, str]:
@@ -31,6 +31,13 @@ def identity_table(path: Path) -> str:
         accepted = f"{found['accepted']} of {found['drafted']}"
         lines.append(f"| `{name}` | {differ} | {accepted} | {found['share_read']:.2f} |")
     return "\n".join(lines)
+
+
+def run_table(path: Path) -> str:
+    """Return the accepted drafts of one run of bench_compressors.py."""
+    run = json.loads(path.read_text(encoding="utf-8"))
+    title = f"{run['settings']['model']}, {run['settings']['prompt_len']:,} tokens"
+    return accepted_table({title: points_of(run["figures"], "compressors.")})
 
 
 def accepted_table(places: Mapping[str, list[Point]]) -> str:
