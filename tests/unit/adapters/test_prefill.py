@@ -15,7 +15,7 @@ class ForwardRuns(Exception):
 
 
 def test_a_prefill_interrupts_the_round_before_its_forward():
-    order = []
+    order, used = [], []
 
     def planned(plan, *, batch):
         order.append("forward")
@@ -27,10 +27,14 @@ def test_a_prefill_interrupts_the_round_before_its_forward():
         table=SimpleNamespace(of_request=lambda req, length: torch.tensor([3])),
         guard=SimpleNamespace(fails=lambda req, pages: False),
         config=SimpleNamespace(recent_pages=1),
+        pages=SimpleNamespace(note_use=used.extend),
         forward=SimpleNamespace(planned=planned),
     )
     loop = SimpleNamespace(interrupt=lambda: order.append("hold up"))
     batch = SimpleNamespace(reqs=[SimpleNamespace(rid="r")], prefix_lens=[0], extend_lens=[5])
     with pytest.raises(ForwardRuns):
         Prefill(parts, loop).run(batch)
+    assert [pages.tolist() for pages in used] == [[3]], (
+        "pages of a prompt between two chunks would lose their anchors"
+    )
     assert order == ["hold up", "forward"]
