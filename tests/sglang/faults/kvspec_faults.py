@@ -177,13 +177,13 @@ def _flip_a_bit(
         store.layer(layer)[pages, 0, 0] ^= 1
 
 
-def _receive_late(original: Any, receiver: Any) -> Any:
+def _receive_late(original: Any, receiver: Any, *args: Any, **kwargs: Any) -> Any:
     """Once requests have been answered, wait for the next message before anything else is done: the
     scheduler of a busy machine, and a client that sends at once."""
     batch = receiver.get_last_batch()
     if batch is not None and batch.reqs and all(req.finished() for req in batch.reqs):
         receiver.recv_from_tokenizer.poll()
-    return original(receiver)
+    return original(receiver, *args, **kwargs)
 
 
 def _is_another_rank() -> bool:
