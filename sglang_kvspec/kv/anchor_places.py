@@ -37,7 +37,6 @@ class AnchorPlaces:
 
     def __init__(self, num_pages: int, num_places: int, device: torch.device) -> None:
         """device: of the kernels that encode."""
-        self.num_places = num_places
         self.holds_all = num_places >= num_pages
         self.counters = PlaceCounters()
         self._device = device

@@ -169,10 +169,10 @@ class ReferenceKVCache(PagedKVCache):
         """
 
         def decode(encoded: torch.Tensor) -> KV:
-            anchors = self.anchors.read(layer, self.anchor_places.of(encoded))
-            records = anchors, self.residuals.read(layer, encoded)
+            residuals = self.residuals.read(layer, encoded)
             if self.codec.target == "exact":
-                return self.codec.decode_target(*records)
+                return self.codec.decode_exact(residuals)
+            records = self.anchors.read(layer, encoded), residuals
             return self._targets.read(layer, encoded, records, self.codec.decode_target)
 
         return self._read(layer, pages, decode)
