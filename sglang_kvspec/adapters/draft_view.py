@@ -12,7 +12,7 @@ from sglang_kvspec.kv.cache import PagedKVCache
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
 from sglang_kvspec.planning.draft_budget import allowed_budgets
 from sglang_kvspec.planning.round_cost_model import RoundCostModel
-from sglang_kvspec.runtime.budget_views import DEFAULT_BUDGET
+from sglang_kvspec.runtime.budget_views import fixed_budget
 from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_view import DraftView, MassView, ViewShape
@@ -67,8 +67,7 @@ def make_budgets(
 ) -> DraftBudgets:
     """Make the choice of budgets for a view."""
     if config.compressor is not None:
-        asked = config.asked_budget
-        return OneBudget(DEFAULT_BUDGET if asked is None else asked)
+        return OneBudget(fixed_budget(config))
     if view is None or not view.num_queries:
         return OneBudget()
     may_read_all = config.draft_view == AUTO_DRAFT_VIEW

@@ -40,7 +40,7 @@ from sglang_kvspec.planning.capacity import (
     window_pages_for,
 )
 from sglang_kvspec.runtime import earlier_tokens
-from sglang_kvspec.runtime.budget_views import DEFAULT_BUDGET, ScoredPages
+from sglang_kvspec.runtime.budget_views import ScoredPages, fixed_budget
 from sglang_kvspec.runtime.device_pages import nbytes_of
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
@@ -212,8 +212,8 @@ def _anchor_share(kvc: Any, config: KVSpecConfig) -> AnchorShare:
     stay until its scores are known."""
     if not config.frees_anchors:
         return ALL_HAVE_ANCHORS
-    budget = DEFAULT_BUDGET if config.asked_budget is None else config.asked_budget
-    return AnchorShare(budget + GENERATED_SHARE, _pages_of_one_request(kvc, config))
+    share = fixed_budget(config) + GENERATED_SHARE
+    return AnchorShare(share, _pages_of_one_request(kvc, config))
 
 
 def draft_copy_bytes(kvc: Any, config: KVSpecConfig) -> int:

@@ -13,7 +13,7 @@ from sglang_kvspec.planning.draft_budget import ALL_PAGES, NEWEST_PAGES, SINK_PA
 from sglang_kvspec.runtime.draft_view import PageCounts, ViewShape
 from sglang_kvspec.runtime.request_state import RequestState
 
-# Budget of RecentPages if none is given.
+# Budget of RecentPages and of compressors if none is given.
 DEFAULT_BUDGET = 0.1
 
 
@@ -24,8 +24,7 @@ class RecentPages:
     num_queries: ClassVar[int] = 0
 
     def __init__(self, config: KVSpecConfig, shape: ViewShape) -> None:
-        asked = config.asked_budget
-        self._budget = DEFAULT_BUDGET if asked is None else asked
+        self._budget = fixed_budget(config)
 
     def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
         """Select as many pages as ScoredPages does."""
@@ -70,6 +69,11 @@ class ScoredPages:
         best = num_best(num_pages, state.budget)
         newest = min(state.num_scored, num_pages - NEWEST_PAGES)
         return None if SINK_PAGES + best >= newest else PageCounts(best, newest)
+
+
+def fixed_budget(config: KVSpecConfig) -> float:
+    """Return the share of pages that drafts read where it is the same for all requests."""
+    return DEFAULT_BUDGET if config.asked_budget is None else config.asked_budget
 
 
 def num_best(num_pages: int, budget: float) -> int:
