@@ -21,6 +21,7 @@ from attention.kvspec_runs import CODECS, draft_calls
 from attention.shapes import HEAD_DIM, KV_HEADS, MAIN, PAGE_SIZE, WEIGHTS
 from rich.console import Console
 
+from kvspec_kernels.ops.capture import captured_graph
 from sglang_kvspec.kv.copy_streams import make_copy_streams
 from sglang_kvspec.kv.host_copies import HostCopies
 from sglang_kvspec.kv.record_pool import RecordPool
@@ -99,8 +100,7 @@ def draft_step(codec: str) -> Callable[[], None]:
 
     step()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured_graph() as graph:
         step()
     return graph.replay
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from acceptance.report import Figure
 
+from kvspec_kernels.ops.capture import captured_graph
+
 REPLAYS = 21
 LEAST_CALLS = 6
 
@@ -64,8 +66,7 @@ def _captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
             call()
     torch.cuda.current_stream().wait_stream(warm)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured_graph() as graph:
         for call in calls:
             call()
     graph.replay()

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvspec_kernels.ops.capture import captured_graph
 from sglang_kvspec.adapters.compat.forward import ForwardBatch, ForwardContext, forward_context
 from sglang_kvspec.adapters.compat.parallel_state import get_tp_group
 from sglang_kvspec.adapters.decode_batch import decode_batch, run_model
@@ -76,7 +77,6 @@ class ForwardCapture:
             del logits
             torch.cuda.synchronize()
             get_tp_group().barrier()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            with captured_graph(pool=self._pool, stream=stream) as graph:
                 self.logits[:num_tokens].copy_(step())
         return graph

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kvspec_kernels.ops.attention_plan import Backend
+from kvspec_kernels.ops.capture import captured_graph
 from kvspec_kernels.ops.encode import encode_pages
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.core.errors import UnsupportedError
@@ -222,8 +223,7 @@ class GpuKVCache(PagedKVCache):
         """Capture a CUDA graph of the kernels that commit_pages() launches, one per layer. The
         kernels must have run once."""
         self._committing.fill_(-1)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with captured_graph() as graph:
             self._encode_committing()
         self._commit_graph = graph
 

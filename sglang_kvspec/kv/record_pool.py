@@ -115,6 +115,13 @@ def _pin(owner: RecordPool, memory: torch.Tensor) -> None:
             f"pinning {memory.nbytes / GIB:.1f} GiB of host memory failed with CUDA error "
             f"{status}: lower --kvspec-host-gb, or raise the limit on locked memory (ulimit -l)"
         )
-    unpin = weakref.finalize(owner, runtime.cudaHostUnregister, memory.data_ptr())
+    unpin = weakref.finalize(owner, _unpin, memory.data_ptr())
     # A process that ends frees its memory anyway.
     unpin.atexit = False
+
+
+def _unpin(address: int) -> None:
+    # Python prints what a finalizer raises.
+    status = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+    if status:
+        raise RuntimeError(f"unpinning host memory failed with CUDA error {status}")

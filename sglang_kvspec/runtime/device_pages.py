@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from kvspec_kernels.ops.capture import captured_graph
 from kvspec_kernels.ops.page_selection import PageSelection, ScoredRequests, SelectedLists
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache
@@ -92,8 +93,7 @@ class DevicePages:
         unused = SelectedLists(ends, pages, fields[0], ends, fields[1])
         self._selection.select(unused, lists, num_first=SINK_PAGES)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with captured_graph() as graph:
             self._score_layers(self._kv.geometry.num_layers)
         return graph
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvspec_kernels.ops.attention_plan import Backend
+from kvspec_kernels.ops.capture import captured_graph
 from kvspec_kernels.reference.page_selection import page_mass, updated_mass
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
@@ -199,8 +200,7 @@ class Steps:
         pair.device.begin_steps(self.rows, self.attention)
         self.rows.load([])
         self._step()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with captured_graph() as self.graph:
             self._step()
         pair.device.end_captured()
 
@@ -415,8 +415,7 @@ class WideSteps:
         pair.device.begin_wide_steps(self.rows, self.attention, num_rows)
         self.rows.clear()
         self._step()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with captured_graph() as self.graph:
             self._step()
         pair.device.end_captured()
 
@@ -600,8 +599,7 @@ def test_deterministic_prefill_verification_and_steps_give_the_same_bits() -> No
     rows.load([])
     parts.device.begin_steps(rows, steps)
     step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured_graph() as graph:
         step()
     parts.device.end_captured()
     for first, last in ((start, 3 * PAGE), (3 * PAGE, end)):

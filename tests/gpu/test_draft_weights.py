@@ -11,6 +11,7 @@ from sglang.srt.layers.linear import ColumnParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
+from kvspec_kernels.ops.capture import captured_graph
 from kvspec_kernels.reference import int4_weights
 from kvspec_kernels.reference.int4_weights import compensated_by, compensation, decode
 from sglang_kvspec.adapters import draft_weights
@@ -68,8 +69,7 @@ def test_captured_drafts_follow_new_weights(model: torch.nn.Module) -> None:
     with weights.in_force():
         step()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with captured_graph() as graph:
             out = step()
     for factor in (1, -2):
         weights.weights_will_change()
@@ -114,8 +114,7 @@ def test_captured_drafts_get_logits_from_a_copy(num_tokens: int) -> None:
         with weights.in_force():
             model.logits(x)
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with captured_graph() as graph:
                 out = model.logits(x)
         assert (out.dtype, out.shape) == (exact.dtype, exact.shape)
         assert torch.equal(model.logits(x), exact)

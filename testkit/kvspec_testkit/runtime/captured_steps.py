@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvspec_kernels.ops.capture import captured_graph
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.runtime.draft_rows import DraftRows, target_row
@@ -45,8 +46,7 @@ class CapturedSteps:
             self._attended.plan([])
             self._rows.clear()
             self._run()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with captured_graph() as self._graph:
                 self._run()
 
     def _run(self) -> None:

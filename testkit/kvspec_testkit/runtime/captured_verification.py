@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvspec_kernels.ops.capture import captured_graph
 from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.kv.forward_plan import ForwardPlan, Row, RowKind
 from sglang_kvspec.kv.transfers import send_into
@@ -48,8 +49,7 @@ class CapturedVerification:
         if device.type == "cuda":
             rows.clear()
             self._run()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with captured_graph() as self._graph:
                 self._run()
 
     def _run(self) -> None:

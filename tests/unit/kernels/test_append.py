@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvspec_kernels.ops.append import append
+from kvspec_kernels.ops.capture import captured_graph
 
 PAGE, HEADS, HEAD_DIM, SLOTS = 32, 2, 16, 4
 
@@ -84,8 +85,7 @@ def test_replay_in_a_graph_writes_other_rows(device):
     slots = case.slots.clone()
     case.slots.fill_(-1)
     case.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured_graph() as graph:
         case.run()
     case.slots.copy_(slots)
     graph.replay()

@@ -11,6 +11,7 @@ import torch
 from kvspec_kernels.formats import FormatError, Log4Settings, Uniform4Settings, anchor_layout
 from kvspec_kernels.jit.cuda_encode import EncodeShape, supported
 from kvspec_kernels.ops import encoding
+from kvspec_kernels.ops.capture import captured_graph
 from kvspec_kernels.ops.encode import encode_pages
 from kvspec_kernels.reference.codec import reference_of
 from kvspec_kernels.reference.companding import tables
@@ -366,8 +367,7 @@ def test_replay_in_a_graph_with_other_indices(codec, device, encoder):
     args = (source, pools[0], slots, pools[1], slots, settings, "exact", encoder)
     on_device = k.to(device), v.to(device)
     encode_pages(*on_device, *args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured_graph() as graph:
         encode_pages(*on_device, *args)
     for pool in pools:
         pool.fill_(POISON)

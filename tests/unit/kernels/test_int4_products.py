@@ -10,6 +10,7 @@ import torch
 
 from kvspec_kernels.jit.cuda_int4_products import CudaTile, aligned
 from kvspec_kernels.ops import int4_products
+from kvspec_kernels.ops.capture import captured_graph
 from kvspec_kernels.ops.int4_products import (
     CHUNK,
     CUDA_TILES,
@@ -319,8 +320,7 @@ def test_graphs_replay_products(num_rows, device):
     packed = repacked(weight)
     product(x, packed, bias)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured_graph() as graph:
         out = product(x, packed, bias)
     for _ in range(20):
         out.fill_(float("nan"))
