@@ -24,6 +24,7 @@ from rich.console import Console
 from kvspec_kernels.ops.capture import captured_graph
 from sglang_kvspec.kv.copy_streams import make_copy_streams
 from sglang_kvspec.kv.host_copies import HostCopies
+from sglang_kvspec.kv.host_store import RawStore
 from sglang_kvspec.kv.record_pool import RecordPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +45,7 @@ class Link:
         self.cache = RecordPool(LAYERS, CACHE_PAGES, *shape, by_page=True)
         host = (KV_HEADS, RESIDUAL_BYTES, torch.device("cpu"))
         self.store = RecordPool(LAYERS, STORE_PAGES, *host, pinned=True, by_page=True)
-        self.copies = HostCopies(self.cache, self.store, make_copy_streams(device))
+        self.copies = HostCopies(RawStore(self.cache, self.store), make_copy_streams(device))
         self.page_bytes = self.cache.page(0).nbytes
         self._fetched = 0
 

@@ -11,13 +11,21 @@ import torch
 from kvspec_kernels.codecs import CodecSpec
 from kvspec_kernels.codecs.uniform4 import Uniform4Settings
 from kvspec_kernels.formats import FormatError, RecordLayout
-from kvspec_kernels.packed_format import PackedLayout
+from kvspec_kernels.packed_format import VERSION, PackedLayout
 from kvspec_kernels.reference import exact, packed_exact
 from kvspec_kernels.reference.codec import reference_of
 
 ANCHOR_BITS = 4
+# Packed records of a page for each that may not fit. On real models, less than 1 of 100 does not
+# fit (docs/benchmarks/exact-residual.md).
+RECORDS_A_SPARE = 20
 # Values that plain torch packs or unpacks at once, with up to 180 bytes of temporaries each.
 VALUES_AT_ONCE = 1 << 18
+
+
+def spare_rows(num_records: int) -> int:
+    """Return for how many records that do not fit a page of num_records records has room."""
+    return -(-num_records // RECORDS_A_SPARE)
 
 
 class PackedRecords(NamedTuple):
@@ -61,6 +69,11 @@ class PackedResidual:
         return cls(settings, anchor_layout, raw_layout, layout)
 
     @property
+    def form(self) -> str:
+        """Name with the format's version."""
+        return f"packed_{VERSION}"
+
+    @property
     def record_bytes(self) -> int:
         return self.layout.nbytes
 
@@ -72,55 +85,81 @@ class PackedResidual:
     def pack(self, anchor: torch.Tensor, residual: torch.Tensor) -> PackedRecords:
         """Pack raw residuals [N, num_kv_heads, residual_bytes] of pages whose anchors are `anchor`
         [N, num_kv_heads, anchor_bytes], on their device."""
+        records, fits = self.pack_records(anchor, residual)
+        return PackedRecords(records, fits, self.v_of(residual)[~fits])
+
+    def pack_records(
+        self, anchor: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return records and fits of pack(). Do not wait for the device."""
         if residual.is_cuda:
             return self._pack_by_kernel(anchor, residual)
-        parts = []
+        records = residual.new_empty(*residual.shape[:2], self.record_bytes)
+        fits = torch.empty(residual.shape[:2], dtype=torch.bool)
         for some in self._at_once(residual):
             k, v = exact.decode(residual[some], self.raw_layout)
-            parts.append(packed_exact.encode(k, v, *self._known(anchor[some])))
-        heads = residual.shape[1]
-        none = PackedRecords(
-            residual.new_empty(0, heads, self.record_bytes),
-            torch.empty((0, heads), dtype=torch.bool, device=residual.device),
-            residual.new_empty(0, self.raw_v_bytes),
-        )
-        done = [none, *(PackedRecords(part.records, part.fits, part.raw_v) for part in parts)]
-        return PackedRecords(*(torch.cat(each) for each in zip(*done, strict=True)))
+            packed = packed_exact.encode(k, v, *self._known(anchor[some]))
+            records[some], fits[some] = packed.records, packed.fits
+        return records, fits
+
+    def v_of(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return a view of raw V of raw residuals [..., residual_bytes]: [..., raw_v_bytes]."""
+        return residual[..., self.raw_v_bytes : 2 * self.raw_v_bytes]
 
     def unpack(
         self, anchor: torch.Tensor, records: torch.Tensor, raw_v: torch.Tensor
     ) -> torch.Tensor:
         """Return the raw residuals that pack() was given, on their device. Records that no pack()
         made give garbage, and raise nothing."""
+        unfit = ~self.fits(records)
+        return self.unpack_records(
+            anchor, records, raw_v, unfit.flatten().cumsum(0).view(unfit.shape)
+        )
+
+    def unpack_records(
+        self,
+        anchor: torch.Tensor,
+        records: torch.Tensor,
+        raw_v: torch.Tensor,
+        ranks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return unpack() with rows of raw_v in any order. ranks: [N, num_kv_heads] int64, the row
+        of each record that does not fit, counted from 1. Do not wait for the device."""
         if records.is_cuda:
-            return self._unpack_by_kernel(anchor, records, raw_v)
+            return self._unpack_by_kernel(anchor, records, raw_v, ranks)
         num_pages, heads = records.shape[:2]
         residual = self.raw_layout.empty_records((num_pages, heads), records.device)
-        first = 0
+        # A row of zeros in place of missing ones.
+        rows = torch.nn.functional.pad(raw_v, (0, 0, 0, 1))
         for some in self._at_once(records):
-            count = int((~self.fits(records[some])).sum())
-            rows = raw_v[first : first + count]
-            pages = packed_exact.decode(records[some], rows, *self._known(anchor[some]))
+            unfit = ~self.fits(records[some])
+            of_page = rows[(ranks[some][unfit] - 1).clamp(max=len(raw_v))]
+            pages = packed_exact.decode(records[some], of_page, *self._known(anchor[some]))
             residual[some] = exact.encode(*pages, self.raw_layout)
-            first += count
         return residual
 
-    def _pack_by_kernel(self, anchor: torch.Tensor, residual: torch.Tensor) -> PackedRecords:
+    def _pack_by_kernel(
+        self, anchor: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # Late import: servers on a CPU have no Triton.
         from kvspec_kernels.ops.packed_exact import pack
 
         raw, shape = residual.flatten(0, 1), residual.shape[:2]
         records, fits = pack(anchor.flatten(0, 1), raw, self.anchor_layout, self.layout)
-        raw_v = raw[~fits][:, self.raw_v_bytes :]
-        return PackedRecords(torch.unflatten(records, 0, shape), fits.view(shape), raw_v)
+        return torch.unflatten(records, 0, shape), fits.view(shape)
 
     def _unpack_by_kernel(
-        self, anchor: torch.Tensor, records: torch.Tensor, raw_v: torch.Tensor
+        self,
+        anchor: torch.Tensor,
+        records: torch.Tensor,
+        raw_v: torch.Tensor,
+        ranks: torch.Tensor,
     ) -> torch.Tensor:
         from kvspec_kernels.ops.packed_exact import unpack
 
         layouts = (self.anchor_layout, self.layout)
-        raw = unpack(anchor.flatten(0, 1), records.flatten(0, 1), raw_v, *layouts)
+        each = (part.flatten(0, 1) for part in (anchor, records))
+        raw = unpack(*each, raw_v, *layouts, ranks.flatten())
         return torch.unflatten(raw, 0, records.shape[:2])
 
     def _at_once(self, records: torch.Tensor) -> Iterator[slice]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,6 +54,11 @@ class CopyStream(Protocol):
     ) -> None:
         """Copy target[target_rows[i]] = source[source_rows[i]] of one layer: see
         `kvspec_kernels.ops.copy_rows`."""
+        ...
+
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which torch enqueues work on this stream. Memory that is allocated
+        there is used there only, and may be reused as soon as it is freed."""
         ...
 
     def mark(self, *, timed: bool = False) -> Event:
@@ -128,6 +134,9 @@ class CudaStream:
         with torch.cuda.stream(stream):
             copy_rows(target, target_rows, source, source_rows)
 
+    def current(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
     def mark(self, *, timed: bool = False) -> Event:
         event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(self.stream)
@@ -180,6 +189,9 @@ class SyncStream:
         source_rows: torch.Tensor,
     ) -> None:
         target[target_rows.long()] = source[source_rows.long()]
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def mark(self, *, timed: bool = False) -> Event:
         return _Past()

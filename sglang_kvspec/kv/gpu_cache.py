@@ -67,7 +67,11 @@ class GpuKVCache(PagedKVCache):
         copy_streams = self._copy_streams = copy_streams or make_copy_streams(device)
         copies = StagedRecords(device, copy_streams.main)
         parts = (geometry, plan, codec.residual_bytes, device)
-        self._offloaded = OffloadedResidualCache(*parts, copy_streams) if plan.host_pages else None
+        self._offloaded: OffloadedResidualCache | None = None
+        if plan.host_pages:
+            self._offloaded = OffloadedResidualCache(
+                *parts, copy_streams, packed=codec.packed, anchors=lambda: self.anchors
+            )
         super().__init__(
             geometry,
             codec,

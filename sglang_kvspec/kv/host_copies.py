@@ -11,11 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-import torch
-
 from sglang_kvspec.kv.copy_streams import CopyStream, CopyStreams, Event
-from sglang_kvspec.kv.record_pool import RecordPool
-from sglang_kvspec.kv.transfers import sent_together
+from sglang_kvspec.kv.host_store import HostStore
 
 # (page, slot): the row of the store, and the cache slot.
 Pair = tuple[int, int]
@@ -32,9 +29,8 @@ class HostCopies:
     stream that will read waits for pending writes. Only await_rows() blocks the CPU.
     """
 
-    def __init__(self, cache: RecordPool, store: RecordPool, copy_streams: CopyStreams) -> None:
-        """cache, store: pools with by_page=True."""
-        self._cache, self._store, self._copy_streams = cache, store, copy_streams
+    def __init__(self, store: HostStore, copy_streams: CopyStreams) -> None:
+        self._store, self._copy_streams = store, copy_streams
         # By cache slot: the copies that may still use it.
         self._slot_uses: dict[int, list[Event]] = {}
         # By page: the last copy into its row of the store.
@@ -50,7 +46,7 @@ class HostCopies:
         stream = self._copy_streams.to_host
         stream.wait(self._copy_streams.main.mark())
         pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
-        stream.copy_pages(self._store.pages, pages, self._cache.pages, slots)
+        self._store.put(stream, pages, slots)
         done = stream.mark()
         for page, slot in pairs:
             self._row_written[page] = done
@@ -64,9 +60,9 @@ class HostCopies:
         begun = stream.mark(timed=True)
         pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
         if pairs:
-            stream.copy_pages(self._cache.pages, slots, self._store.pages, pages)
+            self._store.get(stream, slots, pages)
         done = stream.mark(timed=True)
-        self._timed.append((len(pairs) * self._cache.page(0).nbytes, begun, done))
+        self._timed.append((self._store.link_bytes(pages), begun, done))
         self._slot_uses |= {slot: [done] for _, slot in pairs}
         return done
 
@@ -75,6 +71,14 @@ class HostCopies:
         write them itself. A fetch may still read such a row, but only for a freed page."""
         for event in _distinct(self._row_written.get(page) for page in pages):
             event.synchronize()
+
+    def settle(self, pairs: Iterable[Pair]) -> None:
+        """Let the store take what it needs of pages before they lose their slots or are read. Block
+        the CPU until copies of pages that are still doubtful are done."""
+        slots = dict(pairs)
+        pages = self._store.doubtful(list(slots))
+        self.await_rows(pages)
+        self._store.settle(pages, [slots[page] for page in pages])
 
     def take_fetch_times(self) -> list[tuple[int, float]]:
         """Return and forget (bytes, seconds) of finished fetches of whole pages. Do not wait."""
@@ -86,16 +90,9 @@ class HostCopies:
 
     def fetch_by_layer(self, pairs: Sequence[Pair]) -> list[Event]:
         """Copy pages into slots layer by layer. Return the event of each layer's copy."""
-        device = self._cache.layer(0).device
-        pages, slots = sent_together(
-            device, [torch.tensor(ids, dtype=torch.int32) for ids in zip(*pairs, strict=True)]
-        )
-        # The stream also waits for the indices, which the main stream sends.
         stream = self._fetching_stream(pairs)
-        events = []
-        for layer in range(self._cache.num_layers):
-            stream.copy_rows(self._cache.layer(layer), slots, self._store.layer(layer), pages)
-            events.append(stream.mark())
+        pages, slots = [page for page, _ in pairs], [slot for _, slot in pairs]
+        events = [stream.mark() for _ in self._store.get_by_layer(stream, slots, pages)]
         self._slot_uses |= {slot: [events[-1]] for _, slot in pairs}
         return events
 

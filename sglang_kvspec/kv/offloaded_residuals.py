@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.kv.copy_streams import CopyStreams, Event
 from sglang_kvspec.kv.corrupt_pages import CorruptPages
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.host_copies import HostCopies
+from sglang_kvspec.kv.host_store import HostStore, RawStore
+from sglang_kvspec.kv.packed_pages import PackedPages
+from sglang_kvspec.kv.packed_store import PackedStore
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.residual_cache import config_error_on_oom
-from sglang_kvspec.kv.residual_pages import ResidualPages
+from sglang_kvspec.kv.residual_pages import PackedRows, ResidualPages
 from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.kv.transfers import sent_together
 from sglang_kvspec.planning.capacity import CapacityPlan
@@ -38,28 +42,33 @@ class OffloadedResidualCache:
         record_bytes: int,
         device: torch.device,
         copy_streams: CopyStreams,
+        *,
+        packed: PackedResidual | None,
+        anchors: Callable[[], RecordPool],
     ) -> None:
-        """plan: with a host store. Raises ConfigError when the store cannot be allocated or
-        pinned."""
+        """plan: with a host store. packed: form of residuals in the store, None for raw ones.
+        anchors: returns the pool of anchors, by page, which a packed store reads. Raises
+        ConfigError when the store cannot be allocated or pinned."""
         assert plan.host_pages, "offloading needs a plan with a host store"
         # Only the CPU reads and changes this table. Kernels read a copy, `slots_on_device`.
         self._pages = ResidualPages(plan, torch.device("cpu"))
         self.table, self.cache_slots = self._pages.table, self._pages.slots
-        self._page_bytes = plan.page_bytes.residual
         heads, layers = geometry.num_kv_heads, geometry.num_layers
         self._cache = RecordPool(
             layers, plan.cache_pages, heads, record_bytes, device, by_page=True
         )
+        num_rows, pinned = plan.num_pages + 1, device.type == "cuda"
+        self.store: HostStore
+        self._packed_store: PackedStore | None = None
         with config_error_on_oom(plan.host_bytes):
-            self.store = RecordPool(
-                layers,
-                plan.num_pages + 1,
-                heads,
-                record_bytes,
-                torch.device("cpu"),
-                pinned=device.type == "cuda",
-                by_page=True,
-            )
+            if packed is None:
+                sizes, cpu = (layers, num_rows, heads, record_bytes), torch.device("cpu")
+                rows = RecordPool(*sizes, cpu, pinned=pinned, by_page=True)
+                self.store = RawStore(self._cache, rows)
+            else:
+                self.store = self._packed_store = PackedStore(
+                    self._cache, anchors, packed, num_rows, pinned=pinned
+                )
         self._device = device
         # Only the CPU's residual cache checks the pages that it reads.
         self.corrupt: CorruptPages | None = None
@@ -68,7 +77,7 @@ class OffloadedResidualCache:
         self.bytes_streamed = 0
         # [num_pages + 1] int32. The entry of a page without a slot is any valid slot.
         self.slots_on_device = self._slots_of(range(plan.num_pages + 1)).to(device)
-        self._copies = HostCopies(self._cache, self.store, copy_streams)
+        self._copies = HostCopies(self.store, copy_streams)
         self._arrivals: dict[int, Event] = {}
         # By layer: the event after which the pages that the forward fetches by layer are there.
         self._layers_arrive: list[Event] = []
@@ -146,19 +155,47 @@ class OffloadedResidualCache:
 
     def write_pages(self, pages: Sequence[int], records: torch.Tensor) -> None:
         """Store records [N, num_layers, num_kv_heads, record_bytes] on the CPU of landing pages."""
+        self._make_writable(pages)
+        self.store.write(pages, records)
+
+    def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """Return records of pages, as write_pages() takes them, from the store, which has all.
+        Block the CPU until write-throughs of these pages are done."""
+        self._make_readable(pages)
+        return self.store.read(pages)
+
+    @property
+    def packed(self) -> PackedRows | None:
+        return self if self._packed_store is not None else None
+
+    def read_packed(self, pages: Sequence[int]) -> PackedPages:
+        assert self._packed_store is not None, "the store holds raw residuals"
+        self._make_readable(pages)
+        return self._packed_store.read_packed(pages)
+
+    def write_packed(self, pages: Sequence[int], packed: torch.Tensor, raw_v: torch.Tensor) -> None:
+        assert self._packed_store is not None, "the store holds raw residuals"
+        self._make_writable(pages)
+        self._packed_store.write_packed(pages, packed, raw_v)
+
+    def _make_writable(self, pages: Sequence[int]) -> None:
+        """Block the CPU until it may write these rows of the store."""
         assert not any(page in self.cache_slots for page in pages), (
             "a page with a cache slot cannot land: a kernel writes this page"
         )
         # A write-through of the page's former generation may be under way to the same row.
         self._copies.await_rows(pages)
-        self.store.write_pages(torch.tensor(pages, dtype=torch.int64), records)
 
-    def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
-        """Return records of pages, as write_pages() takes them, from the store, which has all.
-        Block the CPU until write-throughs of these pages are done."""
+    def _make_readable(self, pages: Sequence[int]) -> None:
+        """Block the CPU until these pages are in the store. Raises AssertionError for a page
+        without a residual."""
         self._pages.check_readable(pages)
         self._copies.await_rows(pages)
-        return self.store.read_pages(torch.tensor(pages, dtype=torch.int64))
+        self._settle(pages)
+
+    def _settle(self, pages: Iterable[int]) -> None:
+        slots = self.cache_slots
+        self._copies.settle((page, slots.slot_of(page)) for page in pages if page in slots)
 
     def place(self, pages: Iterable[int]) -> None:
         """Lend slots to pages that the next forward encodes and reads, but that may still change:
@@ -215,7 +252,7 @@ class OffloadedResidualCache:
         for page in pages:
             self._last_use[page] = self._now
         self._moved.update(pages)
-        self.bytes_fetched += self._page_bytes * len(pages)
+        self.bytes_fetched += self.store.link_bytes(pages)
         return list(zip(pages, self.cache_slots.acquire_all(pages), strict=True))
 
     def finish_fetches(self) -> None:
@@ -235,6 +272,7 @@ class OffloadedResidualCache:
 
     def evict(self, pages: Iterable[int]) -> None:
         pages = set(pages)
+        self._settle(pages)
         self.table.advance_all(pages, ResidualState.STORED)
         for page in pages & self._arrivals.keys():
             del self._arrivals[page]
@@ -242,6 +280,7 @@ class OffloadedResidualCache:
 
     def release(self, page: int) -> None:
         self.table.release(page)
+        self.store.forget(page)
         self._take_slot(page)
 
     # Slots

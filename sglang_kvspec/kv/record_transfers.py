@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.packed_pages import PackedPages
 from sglang_kvspec.kv.recent_window import RecentWindow
 from sglang_kvspec.kv.record_copies import RecordCopies
 from sglang_kvspec.kv.record_pool import RecordPool
@@ -17,16 +18,6 @@ from sglang_kvspec.kv.residual_pages import Residuals
 from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.kv.transfers import to_device
 from sglang_kvspec.planning.capacity import CapacityPlan
-
-
-class PackedPages(NamedTuple):
-    """Packed residuals of pages on the CPU. records: [num_pages, num_layers, num_kv_heads,
-    record_bytes] uint8. fits: which of them fit, bool. raw_v: V of the others, in their order,
-    [number of them, raw_v_bytes] uint8."""
-
-    records: torch.Tensor
-    fits: torch.Tensor
-    raw_v: torch.Tensor
 
 
 class Pages(Protocol):
@@ -99,6 +90,8 @@ class RecordTransfers:
     def read_packed(self, pages: Sequence[int]) -> PackedPages:
         """Return the residuals of encoded pages in the packed form, beside their anchors."""
         assert all(map(self._kv.is_encoded, pages)), "only an encoded page has anchors"
+        if (rows := self._kv.residuals.packed) is not None:
+            return rows.read_packed(pages)
         packed, shape = self._packed, (len(pages), *self._kv.residuals.cache.page_shape[:-1])
         done = packed.pack(self._anchors_on_device(pages), self._residuals_on_device(pages))
         return PackedPages(
@@ -113,6 +106,9 @@ class RecordTransfers:
         if not pages:
             return
         kv = self._kv
+        if kv.residuals.packed is not None:
+            kv.residuals.packed.write_packed(pages, packed, raw_v)
+            return
         packed, raw_v = (to_device(kv.device, part) for part in (packed, raw_v))
         raw = self._packed.unpack(self._anchors_on_device(pages), packed.flatten(0, 1), raw_v)
         raw = raw.view(len(pages), *kv.residuals.cache.page_shape)

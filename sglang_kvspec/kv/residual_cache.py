@@ -16,7 +16,7 @@ from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.host_copies import MOST_TIMED
 from sglang_kvspec.kv.record_copies import RecordCopies
 from sglang_kvspec.kv.record_pool import RecordPool
-from sglang_kvspec.kv.residual_pages import ResidualPages
+from sglang_kvspec.kv.residual_pages import PackedRows, ResidualPages
 from sglang_kvspec.kv.residual_table import PageRef, ResidualState
 from sglang_kvspec.planning.capacity import CapacityPlan
 
@@ -46,6 +46,7 @@ class ResidualCache:
         self._page_bytes = plan.page_bytes.residual
         heads, layers = geometry.num_kv_heads, geometry.num_layers
         self._cache = RecordPool(layers, plan.cache_pages, heads, record_bytes, device)
+        self.packed: PackedRows | None = None
         self.store: RecordPool | None = None
         if plan.host_pages:
             cpu = torch.device("cpu")

@@ -11,16 +11,11 @@ from typing import Protocol
 
 import torch
 
-from kvspec_kernels import packed_format
 from sglang_kvspec.codecs.base import Codec
-from sglang_kvspec.codecs.packed_residual import PackedResidual
+from sglang_kvspec.codecs.packed_residual import PackedResidual, spare_rows
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.record_transfers import RecordTransfers
-
-# Packed records of a slot for each that may not fit. On real models, less than 1 of 100 does not
-# fit (docs/benchmarks/exact-residual.md).
-RECORDS_A_SPARE = 20
 
 
 class ResidualForm(Protocol):
@@ -131,13 +126,15 @@ class PackedForm:
     num_records: records of a page. num_spare: how many of them may not fit, in a slot.
     """
 
-    name = f"packed_{packed_format.VERSION}"
-
     def __init__(self, packed: PackedResidual, geometry: KVGeometry) -> None:
         self._packed = packed
         self._shape = (geometry.num_layers, geometry.num_kv_heads, packed.record_bytes)
         self.num_records = geometry.num_layers * geometry.num_kv_heads
-        self.num_spare = -(-self.num_records // RECORDS_A_SPARE)
+        self.num_spare = spare_rows(self.num_records)
+
+    @property
+    def name(self) -> str:
+        return self._packed.form
 
     @property
     def slot_bytes(self) -> int:

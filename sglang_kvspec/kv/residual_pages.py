@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from sglang_kvspec.kv.corrupt_pages import CorruptPages
+from sglang_kvspec.kv.packed_pages import PackedPages
 from sglang_kvspec.kv.page_slots import OwnSlots, PageSlots
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.residual_table import ResidualState, ResidualTable
@@ -59,6 +60,16 @@ class ResidualPages:
         assert num_cached <= len(self.slots), "a cached page has no cache slot"
 
 
+class PackedRows(Protocol):
+    """Pages of a store that holds residuals in the packed form."""
+
+    def read_packed(self, pages: Sequence[int]) -> PackedPages:
+        """Return read_pages() in the packed form."""
+
+    def write_packed(self, pages: Sequence[int], packed: torch.Tensor, raw_v: torch.Tensor) -> None:
+        """Store the packed residuals of distinct landing pages, see PackedPages."""
+
+
 class Residuals(Protocol):
     """Residuals of one rank's pages.
 
@@ -104,6 +115,10 @@ class Residuals(Protocol):
     def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
         """Return a copy of pages' residuals, from the cache or the store, in the same shape. Block
         the CPU until the copy is done."""
+
+    @property
+    def packed(self) -> PackedRows | None:
+        """The same pages in the packed form; None if no store holds them so."""
 
     def missing(self, pages: Iterable[int]) -> list[int]:
         """Return the pages whose residual is in the store only, in the given order."""

@@ -16,6 +16,7 @@ from kvspec_testkit.runtime.attention_pair import AttentionPair
 from sglang_kvspec.kv.copy_streams import CopyStreams, CudaStream, Event, make_copy_streams
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.host_copies import HostCopies
+from sglang_kvspec.kv.host_store import RawStore
 from sglang_kvspec.kv.record_pool import RecordPool
 
 DEVICE = torch.device("cuda:0")
@@ -53,7 +54,7 @@ class Rig:
         self.cache = self.pool(3, DEVICE)
         self.store = self.pool(4, torch.device("cpu"), pinned=True)
         self.store.page(3).fill_(33)
-        self.copies = HostCopies(self.cache, self.store, copy_streams)
+        self.copies = HostCopies(RawStore(self.cache, self.store), copy_streams)
         torch.cuda.synchronize()
 
     @staticmethod

@@ -6,6 +6,7 @@ import torch
 
 from sglang_kvspec.kv.copy_streams import make_copy_streams
 from sglang_kvspec.kv.host_copies import HostCopies
+from sglang_kvspec.kv.host_store import RawStore
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.transfers import MOST_BYTES, send_into, sent_together, to_device
 
@@ -20,7 +21,7 @@ def test_values_do_not_wait_for_pages() -> None:
     store = RecordPool(
         LAYERS, NUM_PAGES, *shape, torch.device("cpu"), pinned=True, by_page=True
     )  # fmt: skip
-    copies = HostCopies(cache, store, make_copy_streams(DEVICE))
+    copies = HostCopies(RawStore(cache, store), make_copy_streams(DEVICE))
     pairs = [(page, (7 * page) % NUM_PAGES) for page in range(NUM_PAGES)]
     to_device(DEVICE, torch.zeros(1))
     copies.fetch(pairs).synchronize()

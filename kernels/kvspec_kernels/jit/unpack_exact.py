@@ -219,8 +219,8 @@ def unpack_kernel(
     """Unpack K (PART 0) or V (PART 1) of SEGMENTS segments of any records a program: grid
     (num_rows / SEGMENTS,). num_rows: segments of a part in all records.
 
-    All pointers are int32, with strides in words, but ranks_ptr: int64, the number of records
-    that do not fit up to and with each record. num_raw_v: rows of raw V. Other arguments are those
+    All pointers are int32, with strides in words, but ranks_ptr: int64, the row of raw V of each
+    record that does not fit, counted from 1. num_raw_v: rows of raw V. Other arguments are those
     of `pack_kernel`.
     """
     RUNS: tl.constexpr = 16 * TILES

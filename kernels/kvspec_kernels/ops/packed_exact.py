@@ -69,13 +69,15 @@ def unpack(
     raw_v: torch.Tensor,
     anchor_layout: RecordLayout,
     layout: PackedLayout,
+    ranks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Unpack records of pack() beside the same anchors. Return the raw records, [R, 2 *
     layout.raw_nbytes] uint8.
 
-    raw_v: [U, layout.raw_nbytes] uint8, raw V of the records that do not fit, in order. Where rows
-    are missing, V is zero. A damaged record gives a meaningless page, and reads no other record.
-    Other arguments, allocation and errors are those of pack().
+    raw_v: [U, layout.raw_nbytes] uint8, raw V of records that do not fit. ranks: [R] int64,
+    contiguous: its row for each of them, counted from 1; others' are not used. None: rows are in
+    the order of records. Where a row is missing, V is zero. A damaged record gives a meaningless
+    page, and reads no other record. Other arguments, allocation and errors are those of pack().
     """
     fields_of_parts, constants = _constants(anchor_layout, layout)
     _check(anchors, anchor_layout.nbytes, anchors, "anchors")
@@ -84,8 +86,10 @@ def unpack(
     _check_lengths(anchors, records=records)
     raw = anchors.new_empty(len(records), 2 * layout.raw_nbytes)
     num_rows = len(records) * layout.num_segments
-    fits = records[:, :2].contiguous().view(torch.int16)[:, 0] == 1
-    ranks = (~fits).cumsum(0)
+    if ranks is None:
+        fits = records[:, :2].contiguous().view(torch.int16)[:, 0] == 1
+        ranks = (~fits).cumsum(0)
+    _check_lengths(anchors, ranks=ranks)
     for part, fields in enumerate(fields_of_parts) if num_rows else ():
         unpack_kernel[(triton.cdiv(num_rows, constants["SEGMENTS"]),)](
             anchors_ptr=anchors.view(torch.int32),

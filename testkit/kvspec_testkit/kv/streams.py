@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -73,6 +74,10 @@ class ModelStream:
     ) -> None:
         for to, origin in zip(target_rows.tolist(), source_rows.tolist(), strict=True):
             self.do(partial(target[to].copy_, source[origin]))
+
+    def current(self) -> AbstractContextManager[object]:
+        # Torch works at once: only copies are queued.
+        return nullcontext()
 
     def mark(self, *, timed: bool = False) -> ModelEvent:
         event = ModelEvent(self)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from kvspec_testkit.kv.streams import ModelStreams
 from sglang_kvspec.kv.copy_streams import CopyStreams, SyncStream, make_copy_streams
 from sglang_kvspec.kv.host_copies import HostCopies
+from sglang_kvspec.kv.host_store import RawStore
 from sglang_kvspec.kv.record_pool import RecordPool
 
 NUM_PAGES, NUM_SLOTS, LAYERS = 4, 3, 2
@@ -31,7 +32,9 @@ def test_pages_come_and_go_by_page_and_slot():
     cache, store = pool(8), pool(8)
     for page in range(8):
         store.page(page).fill_(page)
-    copies = HostCopies(cache, store, CopyStreams(SyncStream(), SyncStream(), SyncStream()))
+    copies = HostCopies(
+        RawStore(cache, store), CopyStreams(SyncStream(), SyncStream(), SyncStream())
+    )
     copies.fetch([(4, 1), (2, 5), (3, 6), (5, 2), (7, 0), (6, 3)])
     found = [int(cache.page(slot)[0, 0, 0]) for slot in range(7)]
     assert found == [7, 4, 5, 6, 255, 2, 3]
@@ -50,7 +53,7 @@ class CopyMachine(RuleBasedStateMachine):
         self.streams = ModelStreams()
         for stream, other in deaf:
             getattr(self.streams, stream).deaf_to += (getattr(self.streams, other),)
-        self.copies = HostCopies(self.cache, self.store, self.streams.copy_streams)
+        self.copies = HostCopies(RawStore(self.cache, self.store), self.streams.copy_streams)
         for name in forget:
             setattr(self.copies, name, Forgetful())
         self.slot_of: dict[int, int] = {}
@@ -174,7 +177,7 @@ def test_a_missing_fence_is_found(fault):
 
 def test_copies_given_together_are_waited_for_once():
     streams = ModelStreams()
-    copies = HostCopies(pool(3), pool(3), streams.copy_streams)
+    copies = HostCopies(RawStore(pool(3), pool(3)), streams.copy_streams)
     copies.copy_out([(0, 0), (1, 1), (2, 2)])
     copies.main_writes([0, 1, 2])
     assert streams.main.num_left == 2, "its own mark, and one wait"
@@ -186,7 +189,7 @@ def test_copies_given_together_are_waited_for_once():
 
 def test_nothing_to_copy_does_nothing():
     streams = ModelStreams()
-    HostCopies(pool(1), pool(1), streams.copy_streams).copy_out([])
+    HostCopies(RawStore(pool(1), pool(1)), streams.copy_streams).copy_out([])
     assert not any(stream.num_left for stream in streams.all)
 
 
@@ -194,7 +197,7 @@ def test_without_a_gpu_copies_are_done_when_asked_for():
     cache, store = pool(2), pool(2)
     copy_streams = make_copy_streams(CPU)
     assert isinstance(copy_streams.main, SyncStream)
-    copies = HostCopies(cache, store, copy_streams)
+    copies = HostCopies(RawStore(cache, store), copy_streams)
     cache.page(1).fill_(3)
     copies.copy_out([(0, 1)])
     copies.main_writes([1])
@@ -204,7 +207,7 @@ def test_without_a_gpu_copies_are_done_when_asked_for():
 
 def test_fetches_are_timed_without_their_fences_and_only_once_they_are_over():
     streams = ModelStreams()
-    copies = HostCopies(pool(3), pool(3), streams.copy_streams)
+    copies = HostCopies(RawStore(pool(3), pool(3)), streams.copy_streams)
     # A step of a modelled stream takes a second. The fetch waits for seven steps.
     for _ in range(7):
         streams.main.do(lambda: None)

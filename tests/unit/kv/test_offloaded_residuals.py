@@ -84,7 +84,7 @@ class Kernels:
         self.streams.drain()
         self.kv.check_integrity()
         for page, wanted in self.content.items():
-            row = self.residuals.store.page(page)
+            (row,) = self.residuals.store.read([page])
             assert bool((row == wanted).all()), f"the store has {row.unique().tolist()} of {page}"
 
 

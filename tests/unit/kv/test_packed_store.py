@@ -1,0 +1,256 @@
+"""Residuals that a host store holds in the packed form: what comes back is what was encoded."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from sglang_kvspec.codecs.packed_residual import spare_rows
+from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.kv.packed_store import PackedStore, stored_page_bytes
+from sglang_kvspec.kv.residual_table import ResidualState
+
+LAYERS, HEADS, PAGE, HEAD_DIM = 3, 8, 32, 16
+RECORDS = LAYERS * HEADS
+BF16 = torch.bfloat16
+
+
+class Hosted:
+    """A GpuKVCache of a few pages with a packed store. `content`: raw residuals of its pages."""
+
+    def __init__(self, make, cache_pages=4, num_pages=8, packs=True):
+        self.kv = make(
+            store=True,
+            encodes=True,
+            packs=packs,
+            dtype=BF16,
+            num_layers=LAYERS,
+            num_kv_heads=HEADS,
+            num_pages=num_pages,
+            cache_pages=cache_pages,
+        )
+        self.store = self.kv.residuals.store
+        self.content: dict[int, torch.Tensor] = {}
+        self.rng = torch.Generator().manual_seed(1)
+
+    def encode(self, **unfit):
+        """Encode pages p1, p2, ... of which so many records do not fit."""
+        numbers = {int(name[1:]): count for name, count in unfit.items()}
+        k, v = torch.randn(
+            (2, len(numbers), LAYERS, PAGE, HEADS, HEAD_DIM), generator=self.rng
+        ).to(BF16)
+        for row, count in enumerate(numbers.values()):
+            for record in torch.randperm(RECORDS, generator=self.rng)[:count].tolist():
+                layer, head = divmod(record, HEADS)
+                wide = 2.0 ** (30 * torch.rand((PAGE, HEAD_DIM), generator=self.rng) - 16)
+                v[row, layer, :, head] = wide.to(BF16)
+        pages = list(numbers)
+        self.kv.write_whole(pages, k, v)
+        for row, page in enumerate(pages):
+            layers = [self.kv.codec.encode(k[row, n, None], v[row, n, None]) for n in range(LAYERS)]
+            self.content[page] = torch.cat([made.residual for made in layers])
+
+    def evict(self):
+        residuals = self.kv.residuals
+        residuals.evict(residuals.table.pages_in(self.content, ResidualState.RESIDENT))
+
+    def fetch(self, *pages, by_layer):
+        """Fetch pages into the cache, and compare every byte there."""
+        residuals = self.kv.residuals
+        residuals.cache.pages.fill_(255)
+        with self.kv.placed(pages, by_layer=by_layer):
+            for layer in range(LAYERS):
+                self.kv.await_layer(layer)
+                for page in pages:
+                    slot = residuals.cache_slots.slot_of(page)
+                    found = residuals.cache_layer(layer)[slot]
+                    assert torch.equal(found, self.content[page][layer]), f"{page=}, {layer=}"
+
+    def free(self, *pages):
+        self.kv.free_pages(pages)
+        for page in pages:
+            del self.content[page]
+
+
+@pytest.fixture
+def hosted(make_device_kv):
+    return partial(Hosted, make_device_kv)
+
+
+SPARE = spare_rows(RECORDS)
+by_layer = pytest.mark.parametrize("by_layer", [False, True], ids=["by page", "by layer"])
+
+
+@by_layer
+def test_pages_come_back_bit_by_bit(hosted, by_layer):
+    """None of their records fits at worst, and some need more V than their rows have."""
+    cache = hosted()
+    assert SPARE == 2
+    cache.encode(p3=0, p5=1, p1=SPARE)
+    cache.encode(p7=SPARE + 1, p2=RECORDS)
+    cache.evict()
+    assert cache.store.num_unfit == 1 + SPARE + SPARE + 1 + RECORDS
+    cache.fetch(7, 3, 2, 5, by_layer=by_layer)
+    cache.evict()
+    cache.fetch(1, 2, by_layer=by_layer)
+    cache.kv.check_integrity()
+
+
+@by_layer
+def test_pages_without_records_that_do_not_fit(hosted, by_layer):
+    cache = hosted()
+    cache.encode(p1=0, p2=0)
+    cache.evict()
+    cache.fetch(2, 1, by_layer=by_layer)
+    packed = cache.kv.codec.packed
+    assert cache.store.link_bytes([1, 2]) == 2 * RECORDS * packed.record_bytes
+    assert cache.kv.residuals.bytes_fetched == 2 * RECORDS * packed.record_bytes
+
+
+def test_the_link_moves_v_of_records_that_do_not_fit(hosted):
+    cache = hosted()
+    cache.encode(p4=SPARE + 2)
+    cache.evict()
+    packed = cache.kv.codec.packed
+    moved = RECORDS * packed.record_bytes + (SPARE + 2) * packed.raw_v_bytes
+    assert cache.store.link_bytes([4]) == moved
+    cache.fetch(4, by_layer=False)
+    assert cache.kv.residuals.take_fetch_times()[0][0] == moved
+
+
+def test_a_store_takes_the_bytes_that_are_planned(hosted):
+    cache = hosted(num_pages=8)
+    store, packed = cache.store, cache.kv.codec.packed
+    pools = (store._records, store._spare, store._counts)
+    assert sum(pool.nbytes for pool in pools) == 9 * stored_page_bytes(packed, RECORDS)
+
+
+@pytest.mark.parametrize("pages", [[], [2], [5, 1, 2, 4, 3]])
+def test_reads_and_writes_on_the_cpu(hosted, pages):
+    cache, other = hosted(cache_pages=8), hosted()
+    cache.encode(p1=RECORDS, p2=0, p3=SPARE, p4=1, p5=SPARE + 3)
+    read = cache.kv.residuals.read_pages(pages)
+    assert read.shape == (len(pages), LAYERS, HEADS, cache.kv.codec.residual_bytes)
+    assert all(torch.equal(row, cache.content[page]) for row, page in zip(read, pages, strict=True))
+    # Raw residuals land, whose anchors are there.
+    for write in (write_raw, write_packed):
+        write(cache.kv, other.kv, pages)
+        other.content = {page + 1: cache.content[page] for page in pages}
+        for page in other.content:
+            other.fetch(page, by_layer=False)
+        other.kv.free_pages(list(other.content))
+        assert other.store.num_unfit == 0
+
+
+def write_raw(kv, other, pages):
+    landing = [page + 1 for page in pages]
+    other.begin_landing(landing)
+    other.records.write_anchors(landing, kv.records.read_anchors(pages))
+    other.residuals.write_pages(landing, kv.residuals.read_pages(pages))
+    other.finish_encode(landing)
+
+
+def write_packed(kv, other, pages):
+    landing = [page + 1 for page in pages]
+    other.begin_landing(landing)
+    other.records.write_anchors(landing, kv.records.read_anchors(pages))
+    packed = kv.records.read_packed(pages)
+    other.records.write_packed(landing, packed.records, packed.raw_v)
+    other.finish_encode(landing)
+
+
+def test_the_packed_form_is_that_of_a_cache_without_a_store(hosted, make_device_kv):
+    cache = hosted(cache_pages=8)
+    cache.encode(p1=RECORDS, p2=0, p3=SPARE + 1)
+    ours = cache.kv.records.read_packed([3, 1, 2])
+    anchors = cache.kv.records.read_anchors([3, 1, 2]).flatten(0, 1)
+    raw = torch.stack([cache.content[page] for page in (3, 1, 2)]).flatten(0, 1)
+    wanted = cache.kv.codec.packed.pack(anchors, raw)
+    assert torch.equal(ours.records.flatten(0, 1), wanted.records)
+    assert torch.equal(ours.fits.flatten(0, 1), wanted.fits)
+    assert torch.equal(ours.raw_v, wanted.raw_v)
+
+
+def test_pages_of_foreign_bytes_raise_nothing(hosted):
+    cache = hosted()
+    packed = cache.kv.codec.packed
+    cache.kv.begin_landing([1, 2])
+    rubbish = torch.full((2, LAYERS, HEADS, packed.record_bytes), 7, dtype=torch.uint8)
+    cache.kv.records.write_packed([1, 2], rubbish, rubbish.new_full((3, packed.raw_v_bytes), 9))
+    cache.kv.finish_encode([1, 2])
+    read = cache.kv.residuals.read_pages([1, 2])
+    assert read.shape[0] == 2
+    # V of the first three records, and no other page's.
+    assert packed.v_of(read[0]).flatten(0, 1)[:3].unique().tolist() == [9]
+    assert packed.v_of(read[1]).unique().tolist() == [0]
+
+
+def test_a_freed_page_leaves_nothing_behind(hosted):
+    cache = hosted()
+    cache.encode(p1=RECORDS, p2=1)
+    cache.evict()
+    cache.free(1, 2)
+    assert cache.store.num_unfit == 0
+    cache.encode(p1=0, p2=0)
+    cache.evict()
+    assert cache.store.num_unfit == 0
+    cache.fetch(1, 2, by_layer=True)
+
+
+def test_a_page_that_is_freed_before_it_was_settled(hosted):
+    cache = hosted()
+    cache.encode(p1=RECORDS)
+    assert cache.store.doubtful([1]) == [1]
+    cache.free(1)
+    assert cache.store.doubtful([1]) == []
+    cache.encode(p1=SPARE + 1)
+    cache.evict()
+    cache.fetch(1, by_layer=False)
+
+
+def test_what_a_row_has_no_room_for_must_be_taken_before_its_slot_goes(hosted, monkeypatch):
+    monkeypatch.setattr(PackedStore, "doubtful", lambda store, pages: [])
+    cache = hosted()
+    cache.encode(p1=RECORDS)
+    cache.evict()
+    with pytest.raises(AssertionError, match="page=1, layer=0"):
+        cache.fetch(1, by_layer=False)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 30])
+def test_random_pages(hosted, monkeypatch, at_once):
+    monkeypatch.setattr("sglang_kvspec.kv.packed_store.AT_ONCE_BYTES", at_once)
+    cache = hosted(cache_pages=5, num_pages=12)
+    rng = random.Random(at_once)
+    free = list(range(1, 13))
+    for _ in range(40):
+        pages = sorted(cache.content)
+        action = rng.choice(["encode", "encode", "free", "evict", "fetch", "read"])
+        some = rng.sample(pages, min(len(pages), rng.randint(1, 4)))
+        if action == "encode" and len(free) >= 2:
+            chosen = [free.pop(rng.randrange(len(free))) for _ in range(rng.randint(1, 2))]
+            counts = [0, 1, SPARE, SPARE + 1, RECORDS]
+            cache.encode(**{f"p{page}": rng.choice(counts) for page in chosen})
+        elif action == "free" and some:
+            cache.free(*some)
+            free += some
+        elif action == "evict":
+            cache.evict()
+        elif action == "fetch" and some:
+            cache.evict()
+            cache.fetch(*some, by_layer=rng.random() < 0.5)
+        elif action == "read" and some:
+            read = cache.kv.residuals.read_pages(some)
+            assert torch.equal(read, torch.stack([cache.content[page] for page in some]))
+        cache.kv.check_integrity()
+
+
+def test_a_forward_beyond_the_cache_is_refused(hosted):
+    cache = hosted(cache_pages=2)
+    for page in ("p1", "p2", "p3"):
+        cache.encode(**{page: 0})
+    with pytest.raises(CapacityError, match="one forward needs more residuals"):
+        cache.fetch(1, 2, 3, by_layer=True)
