@@ -17,7 +17,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_kvspec.core.config import AUTO_BUDGET, DEFAULT_PAGE_SIZE, Target, Weights
+from sglang_kvspec.core.config import (
+    AUTO_BUDGET,
+    DEFAULT_PAGE_SIZE,
+    ExactResidual,
+    Target,
+    Weights,
+)
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.flags import FLAG_OF
 from sglang_kvspec.planning.costs import AcceptanceCurve
@@ -177,6 +183,7 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
         memory_share=args.mem_fraction_static,
         draft_budget=draft_budget(args.draft_budget),
         draft_weights=args.draft_weights,
+        exact_residual=args.exact_residual,
     )
 
 
@@ -339,6 +346,13 @@ def _parser() -> argparse.ArgumentParser:
         default=FLAG_OF["draft_weights"].default,
         help="weights that drafts read: the model's (target), copies in 4 bits (int4), or those "
         "with the most tokens a second (auto) (default: %(default)s)",
+    )
+    add(
+        "--exact-residual",
+        choices=get_args(ExactResidual),
+        default=FLAG_OF["exact_residual"].default,
+        help="form of residuals in host memory: all bits (raw), or only what anchors do not tell "
+        "(packed, which a GPU takes with SGLANG_KVSPEC_UNTESTED=1) (default: %(default)s)",
     )
     add("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="page size (default: %(default)s)")
     add(

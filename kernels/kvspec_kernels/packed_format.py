@@ -63,13 +63,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvspec_kernels.codecs.fields import RECORD_ALIGNMENT, FormatError
+from kvspec_kernels.codecs import packed_sizes
+from kvspec_kernels.codecs.fields import FormatError
 from kvspec_kernels.formats import check_sizes
 
 VERSION = 1
-# Bits an element that a body has room for, by the bits of the KV dtype's mantissa. On the models of
-# benchmarks/results/exact_residual.json, less than 1 of 100 records needs more.
-BODY_BITS = {7: 8.125, 10: 11.125}
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
 # In half octaves: below half of the scale, an anchor says too little about the exponent.
 NEAR_ZERO = -2
@@ -78,8 +76,6 @@ NEAR_BITS, FIRST_BITS, FAR_BITS = 4, 1, -4
 # From here on, widths stay the same.
 LAST_STEP = 2 * (FIRST_BITS - FAR_BITS)
 ESCAPE_BITS = 16
-TILE_VALUES = 256
-HEADER_BYTES = 4
 # Where K begins in a record that does not fit.
 RAW_OFFSET = 16
 
@@ -118,8 +114,7 @@ class PackedLayout:
 
     @property
     def segment_values(self) -> int:
-        num_tiles = self.num_values // TILE_VALUES
-        return TILE_VALUES * (4 if num_tiles % 4 == 0 else 2)
+        return packed_sizes.segment_values(self.num_values)
 
     @property
     def num_segments(self) -> int:
@@ -127,8 +122,8 @@ class PackedLayout:
 
     @property
     def body_offset(self) -> int:
-        """Offset of the body in bytes, a multiple of 4: both parts have as many starts."""
-        return HEADER_BYTES + 4 * self.num_segments
+        """Offset of the body in bytes, a multiple of 4."""
+        return packed_sizes.body_offset(self.num_values)
 
     @property
     def body_words(self) -> int:
@@ -141,10 +136,7 @@ class PackedLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a record: room for BODY_BITS an element, and so for raw K."""
-        body_bits = BODY_BITS[self.mantissa_bits] * 2 * self.num_values
-        used = self.body_offset + int(body_bits) // 8
-        return -(-used // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+        return packed_sizes.record_bytes(self.num_values, self.mantissa_bits)
 
     @property
     def bits_per_element(self) -> float:

@@ -23,6 +23,7 @@ from sglang_kvspec.core.compressor import GENERATED_SHARE
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.units import GIB
+from sglang_kvspec.kv import packed_store
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.staged_records import buffer_bytes
 from sglang_kvspec.planning.capacity import (
@@ -39,6 +40,7 @@ from sglang_kvspec.planning.capacity import (
     split_shared_memory,
     window_pages_for,
 )
+from sglang_kvspec.planning.record_bytes import stored_page_bytes
 from sglang_kvspec.runtime import earlier_tokens
 from sglang_kvspec.runtime.budget_views import ScoredPages, fixed_budget
 from sglang_kvspec.runtime.device_pages import nbytes_of
@@ -103,8 +105,8 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
 
         FlashInfer needs a workspace. Logits of the largest verification and its piggyback drafts
         are held in the model's dtype and in fp32. Copies of pages that leave or land need a buffer,
-        and pages that are sent whole need memory to convert them. A draft view needs memory for its
-        selection. 0 on a CPU.
+        and pages that are sent whole or packed need memory to convert them. A draft view needs
+        memory for its selection. 0 on a CPU.
         """
         if self._kvc.device == "cpu":
             return 0
@@ -116,10 +118,14 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         logits_bytes = tokens * int(self._kvc.model_config.vocab_size) * itemsize
         buffer = 0
         if self._config.keeps_prefixes or args.disaggregation_mode != "null":
-            page = page_bytes_of(geometry_of(self._kvc), codec_of(self._kvc, self._config))
+            page = page_bytes_of(
+                geometry_of(self._kvc), codec_of(self._kvc, self._config), on_gpu=True
+            )
             buffer = buffer_bytes(max(page.anchor, page.residual))
             if self._config.transfer != "split":
                 buffer += CODEC_WORK * max(AT_ONCE_BYTES, page.plain)
+        if self._config.packs_residuals and self._config.host_gb:
+            buffer += packed_store.WORK_BYTES
         return WORKSPACE_BYTES + logits_bytes + buffer + self._selection_bytes()
 
     def _selection_bytes(self) -> int:
@@ -149,7 +155,9 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
 
     def _plan(self, max_pages: int | None) -> MemoryPoolConfig:
         config, geometry = self._config, geometry_of(self._kvc)
-        page_bytes = page_bytes_of(geometry, codec_of(self._kvc, config))
+        page_bytes = page_bytes_of(
+            geometry, codec_of(self._kvc, config), on_gpu=self._kvc.device != "cpu"
+        )
         window_pages = window_pages_for(
             self._kvc.server_args.max_running_requests,
             config.recent_pages,
@@ -255,12 +263,19 @@ def codec_of(kvc: Any, config: KVSpecConfig) -> Codec:
     )
 
 
-def page_bytes_of(geometry: KVGeometry, codec: Codec) -> PageBytes:
+def page_bytes_of(geometry: KVGeometry, codec: Codec, *, on_gpu: bool) -> PageBytes:
+    """Return the bytes of a page. on_gpu: a host store holds residuals in the codec's form."""
     records = geometry.num_layers * geometry.num_kv_heads
+    packed = codec.packed if on_gpu else None
     return PageBytes(
         plain=geometry.plain_page_bytes,
         anchor=records * codec.anchor_bytes,
         residual=records * codec.residual_bytes,
+        packed=(
+            None
+            if packed is None
+            else stored_page_bytes(records, packed.record_bytes, packed.raw_v_bytes)
+        ),
     )
 
 
@@ -291,6 +306,7 @@ def describe(
         f"{f' + kept anchors {kept:.2f}' if kept else ''}; "
         f"{f'beside it 4-bit weights {copies:.2f} GiB; ' if copies_bytes else ''}"
         f"residual store {plan.host_bytes / GIB:.2f} GiB of host memory"
+        f"{', packed' if plan.host_pages and plan.page_bytes.packed else ''}"
     )
 
 

@@ -23,7 +23,7 @@ from sglang_kvspec.adapters.target_choice import (
 from sglang_kvspec.adapters.transfer_flags import check_plain_transfer, check_transfer_flags
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
-from sglang_kvspec.core.flag_needs import Server
+from sglang_kvspec.core.flag_needs import Server, stores_or_sends_residuals
 from sglang_kvspec.core.flags import FLAGS
 from sglang_kvspec.core.units import GIB
 
@@ -211,6 +211,12 @@ def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"--kvspec-kernels {config.kernels} needs a GPU (on a CPU leave it unset): on a CPU, "
             "everything runs in plain torch"
+        )
+    server = Server(kwargs, memory_gib=0)
+    if config.packs_residuals and not stores_or_sends_residuals(config, server):
+        raise UnsupportedError(
+            "--kvspec-exact-residual packed has no effect on residuals in the memory of a CPU "
+            "server (allowed: raw, or packed with a prefix tier or a split transfer)"
         )
     if kwargs.get("enable_deterministic_inference"):
         asked = _asked_for_determinism(config)

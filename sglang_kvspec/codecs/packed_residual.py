@@ -16,16 +16,8 @@ from kvspec_kernels.reference import exact, packed_exact
 from kvspec_kernels.reference.codec import reference_of
 
 ANCHOR_BITS = 4
-# Packed records of a page for each that may not fit. On real models, less than 1 of 100 does not
-# fit (docs/benchmarks/exact-residual.md).
-RECORDS_A_SPARE = 20
 # Values that plain torch packs or unpacks at once, with up to 180 bytes of temporaries each.
 VALUES_AT_ONCE = 1 << 18
-
-
-def spare_rows(num_records: int) -> int:
-    """Return for how many records that do not fit a page of num_records records has room."""
-    return -(-num_records // RECORDS_A_SPARE)
 
 
 class PackedRecords(NamedTuple):
@@ -157,9 +149,14 @@ class PackedResidual:
     ) -> torch.Tensor:
         from kvspec_kernels.ops.packed_exact import unpack
 
-        layouts = (self.anchor_layout, self.layout)
-        each = (part.flatten(0, 1) for part in (anchor, records))
-        raw = unpack(*each, raw_v, *layouts, ranks.flatten())
+        raw = unpack(
+            anchor.flatten(0, 1),
+            records.flatten(0, 1),
+            raw_v,
+            self.anchor_layout,
+            self.layout,
+            ranks.flatten(),
+        )
         return torch.unflatten(raw, 0, records.shape[:2])
 
     def _at_once(self, records: torch.Tensor) -> Iterator[slice]:

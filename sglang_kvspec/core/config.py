@@ -50,6 +50,7 @@ __all__ = [
     "MOST_AUTO_DRAFTS",
     "MOST_AUTO_DRAFTS_OFFLOADED",
     "MOST_RECENT_PAGES",
+    "ExactResidual",
     "KVSpecConfig",
     "Kernels",
     "Stream",

@@ -120,6 +120,10 @@ def verifies_without_freed_anchors(config: Settings) -> bool:
     return not config.frees_anchors or has_exact_target(config)
 
 
+def keeps_all_anchors(config: Settings) -> bool:
+    return not config.frees_anchors
+
+
 def stores_no_freed_anchors(config: Settings) -> bool:
     return not config.frees_anchors or not config.keeps_prefixes
 
@@ -150,6 +154,11 @@ def stores_or_sends_residuals(config: Settings, server: Server) -> bool:
     """Return True if residuals leave the KV cache, to prefix tiers or in split transfers."""
     sends = config.transfer == "split" and is_split_over_servers(config, server)
     return bool(sends or config.keeps_prefixes)
+
+
+def holds_residuals_elsewhere(config: Settings, server: Server) -> bool:
+    """Return True if residuals leave GPU memory, or the KV cache of a CPU."""
+    return bool(config.host_gb) or stores_or_sends_residuals(config, server)
 
 
 def has_prefix_cache(config: Settings, server: Server) -> bool:

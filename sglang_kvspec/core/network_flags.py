@@ -15,7 +15,8 @@ from sglang_kvspec.core.flag_needs import (
     any_of,
     has_exact_target,
     has_uniform_anchors,
-    stores_or_sends_residuals,
+    holds_residuals_elsewhere,
+    keeps_all_anchors,
 )
 
 Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
@@ -89,9 +90,9 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         "exact_residual",
         choice_of(ExactResidual),
         default="raw",
-        help="form of the residuals of `exact` in prefix tiers, at prefix servers and in split "
-        "transfers: all bits (`raw`), or only what anchors do not tell (`packed`), about half as "
-        "many bytes in bf16",
+        help="form of the residuals of `exact` in host memory of a GPU server, in prefix tiers, at "
+        "prefix servers and in split transfers: all bits (`raw`), or only what anchors do not tell "
+        "(`packed`), about half as many bytes in bf16",
         note="both servers of a transfer, and all servers of a prefix server or folder, need the "
         "same form to share pages; `packed` was tested on CPU servers only, and a GPU takes it "
         "with `SGLANG_KVSPEC_UNTESTED=1`",
@@ -107,12 +108,17 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
                 has_uniform_anchors,
                 "{flag} {value} needs --kvspec-codec uniform4 with --kvspec-anchor-bits 4",
             ),
+            Need(
+                keeps_all_anchors,
+                "{flag} {value} needs the anchors of all pages, of which --kvspec-compressor "
+                "{config.compressor} frees some (allowed: keep_anchors=true)",
+            ),
         ),
         server_needs=(
             ServerNeed(
-                stores_or_sends_residuals,
-                "{flag} {value} has no effect without a prefix tier, or --kvspec-transfer split "
-                "with --disaggregation-mode prefill or decode",
+                holds_residuals_elsewhere,
+                "{flag} {value} has no effect without --kvspec-host-gb, a prefix tier, or "
+                "--kvspec-transfer split with --disaggregation-mode prefill or decode",
                 error=ConfigError,
             ),
         ),

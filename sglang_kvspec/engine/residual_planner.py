@@ -150,7 +150,7 @@ class ResidualPlanner:
 
     @property
     def _pages_per_s(self) -> float:
-        return self.speeds.link_bytes_per_s / self._kv.plan.page_bytes.residual
+        return self.speeds.link_bytes_per_s / self._kv.plan.page_bytes.stored
 
     def await_fetches(self, plan: RoundPlan, pages: Sequence[torch.Tensor]) -> None:
         """Let all work that is enqueued from now on wait for the fetches of requests that verify.

@@ -88,10 +88,13 @@ class OffloadedResidualCache:
         self._last_use = [0] * (plan.num_pages + 1)
 
     def warm_up(self) -> None:
-        """Copy a page by layer, so that no request waits for compilation. Call while no page is in
-        use."""
+        """Copy a page to the store, and back by layer, so that no request waits for compilation.
+        Call while no page is in use."""
         assert not len(self.cache_slots), "warm_up() needs a cache without pages, a slot is in use"
+        self._copies.copy_out([(1, 0)])
+        self._copies.settle([(1, 0)])
         self._copies.main_waits(self._copies.fetch_by_layer([(1, 0)]))
+        self.store.forget(1)
 
     @property
     def hbm_nbytes(self) -> int:
@@ -167,6 +170,10 @@ class OffloadedResidualCache:
     @property
     def packed(self) -> PackedRows | None:
         return self if self._packed_store is not None else None
+
+    @property
+    def num_unfit(self) -> int:
+        return self.store.num_unfit
 
     def read_packed(self, pages: Sequence[int]) -> PackedPages:
         assert self._packed_store is not None, "the store holds raw residuals"

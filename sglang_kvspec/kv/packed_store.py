@@ -16,11 +16,12 @@ from typing import TypeVar
 
 import torch
 
-from sglang_kvspec.codecs.packed_residual import PackedResidual, spare_rows
+from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.kv.copy_streams import CopyStream
 from sglang_kvspec.kv.packed_pages import PackedPages
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.transfers import to_device
+from sglang_kvspec.planning.record_bytes import COUNT_BYTES, spare_rows
 
 T = TypeVar("T")
 
@@ -28,14 +29,6 @@ T = TypeVar("T")
 AT_ONCE_BYTES = 32 << 20
 # Bytes of device memory that this takes, in two streams.
 WORK_BYTES = 5 * AT_ONCE_BYTES
-# Of a page's number of records that do not fit. Rows start at multiples of this.
-COUNT_BYTES = 16
-
-
-def stored_page_bytes(packed: PackedResidual, num_records: int) -> int:
-    """Return the bytes of host memory of a page of num_records records."""
-    spare = spare_rows(num_records) * packed.raw_v_bytes
-    return num_records * packed.record_bytes + spare + COUNT_BYTES
 
 
 class PackedStore:

@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 
 from sglang_kvspec.codecs.base import Codec
-from sglang_kvspec.codecs.packed_residual import PackedResidual, spare_rows
+from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.core.errors import TransportError
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.record_transfers import RecordTransfers
+from sglang_kvspec.planning.record_bytes import spare_rows
 
 
 class ResidualForm(Protocol):

@@ -63,6 +63,10 @@ class ResidualPages:
 class PackedRows(Protocol):
     """Pages of a store that holds residuals in the packed form."""
 
+    @property
+    def num_unfit(self) -> int:
+        """Records of the stored pages that do not fit, whose V is stored besides."""
+
     def read_packed(self, pages: Sequence[int]) -> PackedPages:
         """Return read_pages() in the packed form."""
 

@@ -18,11 +18,18 @@ RECENT_WINDOW = "recent window"
 
 @dataclass(frozen=True, slots=True)
 class PageBytes:
-    """Bytes of one page over all layers and heads of a rank."""
+    """Bytes of one page over all layers and heads of a rank. packed: of its residual in the packed
+    form, in which a host store may hold it; None: it holds residuals as they are."""
 
     plain: int
     anchor: int
     residual: int
+    packed: int | None = None
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the residual in a host store."""
+        return self.residual if self.packed is None else self.packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class CapacityPlan:
 
     @property
     def host_bytes(self) -> int:
-        return self.host_pages * self.page_bytes.residual
+        return self.host_pages * self.page_bytes.stored
 
     @property
     def plain_pages(self) -> int:
@@ -184,7 +191,7 @@ def plan_capacity(
         limits[KV_MEMORY] = max(beside_cache, all_cached)
         limits[HOST_MEMORY] = (
             host_limit_bytes if host_bytes is None else host_bytes
-        ) // page_bytes.residual
+        ) // page_bytes.stored
     if max_pages is not None:
         limits[MAX_TOKENS] = max_pages
     binding = min(limits, key=lambda name: limits[name])
@@ -226,7 +233,7 @@ def _too_small(binding: str, budget_bytes: int, window_pages: int, page_bytes: P
         return "--max-total-tokens must be at least --page-size, so that one page fits"
     if binding == HOST_MEMORY:
         return (
-            f"--kvspec-host-gb leaves no room for one page of residuals ({page_bytes.residual} "
+            f"--kvspec-host-gb leaves no room for one page of residuals ({page_bytes.stored} "
             "bytes): raise --kvspec-host-gb, or set it to 0 to keep residuals in KV memory"
         )
     return (

@@ -108,6 +108,10 @@ TRITON_SHARES: Mapping[tuple[str, Target], AttentionShares] = {
     ("uniform4", "exact"): AttentionShares(draft=0.57, verify=0.91, verify_flops=0.343),
 }
 
+# Share of HBM bandwidth at which packed residuals and anchors are read to be unpacked
+# (benchmarks/results/packed_exact_kernels.json).
+UNPACK_SHARE = 0.076
+
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (

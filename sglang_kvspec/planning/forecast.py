@@ -11,6 +11,7 @@ from sglang_kvspec.core.config import (
     AUTO_WEIGHTS,
     DEFAULT_PAGE_SIZE,
     MAX_DRAFT_LEN,
+    ExactResidual,
     Target,
     Weights,
 )
@@ -23,6 +24,7 @@ from sglang_kvspec.planning.devices import (
     LAYER_LISTS_S,
     LAYER_OVERHEAD_S,
     MEMORY_SHARE,
+    UNPACK_SHARE,
     Device,
     attention_shares,
 )
@@ -60,7 +62,8 @@ class Deployment:
     model: the whole model's shape, which tp ranks share. host_bytes: host memory for residuals of
     all ranks, inf for as much as needed. memory_share: share of HBM for weights and KV.
     draft_budget: share of its pages that a request's drafts read, None for auto. draft_weights: the
-    weights that drafts read, AUTO_WEIGHTS for those with the most tokens a second.
+    weights that drafts read, AUTO_WEIGHTS for those with the most tokens a second. exact_residual:
+    form of residuals in host memory.
     """
 
     model: ModelShape
@@ -77,6 +80,7 @@ class Deployment:
     max_draft_len: int = MAX_DRAFT_LEN
     draft_budget: float | None = None
     draft_weights: Weights = "target"
+    exact_residual: ExactResidual = "raw"
 
     def __post_init__(self) -> None:
         if self.max_requests < 1:
@@ -117,7 +121,8 @@ class Deployment:
     @property
     def page_bytes(self) -> PageBytes:
         """Bytes of one page on one rank."""
-        return page_bytes_of(self.rank_shape, self.codec, self.target, self.page_size)
+        shape, form = self.rank_shape, self.exact_residual
+        return page_bytes_of(shape, self.codec, self.target, self.page_size, form)
 
     @property
     def kv_bytes(self) -> float:
@@ -193,6 +198,7 @@ class Deployment:
                 plain=num_pages * page.plain,
                 always=num_pages * page.anchor + window * page.plain,
                 residual=num_pages * page.residual,
+                packed=None if page.packed is None else num_pages * page.packed,
             ),
             costs=self.costs(pages_read, draft_weights),
             curve=curve,
@@ -200,11 +206,18 @@ class Deployment:
             link_bytes_per_s=self.device.fetch_bytes_per_s,
             host_bytes=self.host_bytes / self.tp,
             copies_bytes=self.copies_bytes if draft_weights == "int4" else 0.0,
+            unpack_s=num_pages * self._unpack_seconds(page),
             max_requests=self.max_requests,
             max_draft_len=self.max_draft_len,
             pages_read=pages_read,
             mass_read=mass_read(budget) if pages_read < ALL_PAGES else 1.0,
         )
+
+    def _unpack_seconds(self, page: PageBytes) -> float:
+        """Return the GPU seconds to unpack a page from host memory, 0 for pages that come raw."""
+        if page.packed is None:
+            return 0.0
+        return (page.packed + page.anchor) / (self.device.hbm_bytes_per_s * UNPACK_SHARE)
 
     def _token_seconds(self, page_bytes: int, share: float) -> float:
         return page_bytes / self.page_size / (self.device.hbm_bytes_per_s * share)

@@ -83,7 +83,7 @@ def store_gib(deployment: Deployment, expected: Expectation) -> float:
     No more than the deployment has."""
     if expected.cycle is None:
         return 0
-    stored = expected.cycle.num_requests * expected.setting.request.residual * deployment.tp
+    stored = expected.cycle.num_requests * expected.setting.request.stored * deployment.tp
     wanted = ceil(stored * STORE_MARGIN / GIB)
     if deployment.host_bytes == inf:
         return wanted
@@ -97,6 +97,8 @@ def _kvspec_arguments(deployment: Deployment, cycle: Cycle, host_gib: float) -> 
         arguments += ["--kvspec-codec", deployment.codec]
     if host_gib:
         arguments += ["--kvspec-host-gb", f"{host_gib:g}"]
+        if deployment.exact_residual == "packed":
+            arguments += ["--kvspec-exact-residual", "packed"]
     if cycle.draft_len > (MOST_AUTO_DRAFTS_OFFLOADED if host_gib else MOST_AUTO_DRAFTS):
         arguments += ["--kvspec-draft-len", str(cycle.draft_len)]
     if deployment.draft_budget == ALL_PAGES:

@@ -34,11 +34,14 @@ def summary_rows(deployment: Deployment, chosen: Forecast) -> list[tuple[str, ..
     """Rows of SUMMARY_COLUMNS: plain decoding, KVSpec without and with a host store."""
     setting, page = chosen.fetched.setting, deployment.page_bytes
     tokens = deployment.page_size
-    codes = f"{page.anchor / tokens:,.0f} + {page.residual / tokens:,.0f}"
+    codes, hosted = (
+        f"{page.anchor / tokens:,.0f} + {each / tokens:,.0f}"
+        for each in (page.residual, page.stored)
+    )
     both = (chosen.resident, chosen.fetched)
     plain_ms = f"{setting.plain_seconds * 1e3:.2f}"
     return [
-        ("KV bytes per token (anchor + residual)", f"{page.plain / tokens:,.0f}", codes, codes),
+        ("KV bytes per token (anchor + residual)", f"{page.plain / tokens:,.0f}", codes, hosted),
         (
             "requests that fit",
             str(setting.plain_requests),
@@ -99,7 +102,7 @@ def remarks(deployment: Deployment, chosen: Forecast) -> list[str]:
             lines.append(f"With residuals in {place}, no request fits.")
     cycle, setting = chosen.fetched.cycle, chosen.fetched.setting
     if cycle is not None:
-        stored = cycle.num_requests * setting.request.residual * deployment.tp / GB
+        stored = cycle.num_requests * setting.request.stored * deployment.tp / GB
         lines.append(f"With residuals in host memory, the residual store holds {stored:,.0f} GB.")
     lines.append(
         "Figures are expected, not measured. Attention reaches the shares of bandwidth measured "
@@ -136,6 +139,7 @@ def plan_json(
             "plain": page.plain / tokens,
             "anchor": page.anchor / tokens,
             "residual": page.residual / tokens,
+            "stored": page.stored / tokens,
         },
         "plan": forecast_json(chosen),
         "sweep": [forecast_json(row) for row in swept],

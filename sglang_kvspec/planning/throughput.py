@@ -22,11 +22,18 @@ RELIEF = 1.25
 
 @dataclass(frozen=True, slots=True)
 class RequestBytes:
-    """KV bytes of one request on one rank. always: its anchors and its recent window."""
+    """KV bytes of one request on one rank. always: its anchors and its recent window. packed: of
+    its residuals in the packed form, if the host store holds them so, else None."""
 
     plain: float
     always: float
     residual: float
+    packed: float | None = None
+
+    @property
+    def stored(self) -> float:
+        """Bytes of the residuals in the host store, and on the link."""
+        return self.residual if self.packed is None else self.packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +41,11 @@ class Setting:
     """Everything that throughput depends on; one rank's share of what ranks divide.
 
     kv_bytes: HBM left for KV. copies_bytes: what copies of weights for drafts take of it.
-    host_bytes: size of the residual store, inf for as much as needed, 0
-    for none. link_bytes_per_s: from host memory to HBM. max_requests: limit of running requests.
-    pages_read: share of its pages that a request's drafts read, as costs and curve have it.
-    mass_read: share of the attention mass that is on these pages.
+    host_bytes: size of the residual store, inf for as much as needed, 0 for none.
+    link_bytes_per_s: from host memory to HBM. unpack_s: GPU seconds to unpack the residuals of one
+    request, 0 where they come as they are. max_requests: limit of running requests. pages_read:
+    share of its pages that a request's drafts read, as costs and curve have it. mass_read: share of
+    the attention mass that is on these pages.
     """
 
     context_len: int
@@ -48,6 +56,7 @@ class Setting:
     link_bytes_per_s: float
     host_bytes: float = inf
     copies_bytes: float = 0.0
+    unpack_s: float = 0.0
     max_requests: int = 256
     max_draft_len: int = MAX_DRAFT_LEN
     pages_read: float = ALL_PAGES
@@ -73,7 +82,7 @@ class Setting:
         """Requests that fit at all: with residuals in the host store where there is one."""
         if not self.host_bytes:
             return self.resident_requests
-        in_store = self._at_most(self.host_bytes / self.request.residual)
+        in_store = self._at_most(self.host_bytes / self.request.stored)
         fetching = self._at_most((self.left_bytes - self.request.residual) / self.request.always)
         return min(in_store, max(fetching, self.resident_requests))
 
@@ -159,7 +168,7 @@ def gpu_seconds(costs: Costs, num_requests: int, context_len: int, draft_len: in
 
 
 def link_seconds(
-    num_fetching: int, residual_bytes: float, draft_len: int, link_bytes_per_s: float
+    num_fetching: int, stored_bytes: float, draft_len: int, link_bytes_per_s: float
 ) -> float:
     """Return the link seconds that an average iteration needs, however long a load takes.
 
@@ -167,20 +176,22 @@ def link_seconds(
     the link in each of them. All that a cycle of draft_len + 1 iterations fetches has to pass the
     link within the cycle. So that divisor is 1 here.
     """
-    return num_fetching * residual_bytes / ((draft_len + 1) * link_bytes_per_s)
+    return num_fetching * stored_bytes / ((draft_len + 1) * link_bytes_per_s)
 
 
-def cycles_per_load(residual_bytes: float, link_bytes_per_s: float, iteration_s: float) -> int:
+def cycles_per_load(stored_bytes: float, link_bytes_per_s: float, iteration_s: float) -> int:
     """Return the iterations that one request's load spans (S_r of section 5.1)."""
-    return max(1, ceil(residual_bytes / (link_bytes_per_s * iteration_s)))
+    return max(1, ceil(stored_bytes / (link_bytes_per_s * iteration_s)))
 
 
 def cycle_of(setting: Setting, draft_len: int, num_resident: int, num_fetching: int) -> Cycle:
     """Return the cycle of a draft length and numbers of requests. Memory is not checked."""
-    residual, link = setting.request.residual, setting.link_bytes_per_s
+    stored, link = setting.request.stored, setting.link_bytes_per_s
     gpu_s = gpu_seconds(setting.costs, num_resident + num_fetching, setting.context_len, draft_len)
-    link_s = link_seconds(num_fetching, residual, draft_len, link)
-    span = cycles_per_load(residual, link, max(gpu_s, link_s)) if num_fetching else 0
+    # Each fetching request is unpacked once a cycle.
+    gpu_s += num_fetching * setting.unpack_s / (draft_len + 1)
+    link_s = link_seconds(num_fetching, stored, draft_len, link)
+    span = cycles_per_load(stored, link, max(gpu_s, link_s)) if num_fetching else 0
     tokens = setting.curve.expected_tokens(draft_len)
     return Cycle(draft_len, num_resident, num_fetching, gpu_s, link_s, span, tokens)
 
@@ -207,7 +218,7 @@ def _mixes(setting: Setting, draft_len: int, may_fetch: bool) -> Iterator[tuple[
     fetches = may_fetch and setting.host_bytes > 0
     if fetches:
         # Write-through: the store holds resident residuals, too.
-        limit = min(limit, int(min(setting.host_bytes / request.residual, limit)))
+        limit = min(limit, int(min(setting.host_bytes / request.stored, limit)))
     for num_fetching in range(limit + 1 if fetches else 1):
         left = setting.left_bytes - held_bytes(request, 0, num_fetching, draft_len)
         if left < 0:

@@ -235,7 +235,7 @@ def test_pages_under_random_use(seed: int) -> None:
     assert wrong(seen) == []
 
 
-def make_pair(codec: str, target: str, cache_pages: int) -> AttentionPair:
+def make_pair(codec: str, target: str, cache_pages: int, packs: bool = False) -> AttentionPair:
     if target == "exact":
         pytest.importorskip("flashinfer")
     return AttentionPair(
@@ -247,15 +247,24 @@ def make_pair(codec: str, target: str, cache_pages: int) -> AttentionPair:
         num_pages=60,
         cache_pages=cache_pages,
         tolerance=TOLERANCE,
+        packs=packs,
     )
 
 
-@pytest.mark.parametrize("codec", ["log4", "uniform4"])
-@pytest.mark.parametrize("target", ["exact", "int8"])
-def test_attention_over_a_small_cache(codec: str, target: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "target", "packs"),
+    [
+        ("log4", "exact", False),
+        ("uniform4", "exact", False),
+        ("uniform4", "exact", True),
+        ("log4", "int8", False),
+        ("uniform4", "int8", False),
+    ],
+)
+def test_attention_over_a_small_cache(codec: str, target: str, packs: bool) -> None:
     """Let requests arrive, verify in turns and leave, while a kernel delays the main stream before
     each forward."""
-    rng, pair = random.Random(1), make_pair(codec, target, cache_pages=12)
+    rng, pair = random.Random(1), make_pair(codec, target, cache_pages=12, packs=packs)
     for step in range(40):
         torch.cuda._sleep(SPIN_CYCLES // 10)
         names = sorted(pair.committed)

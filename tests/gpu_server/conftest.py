@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sglang"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fleet import Fleet, Platform, Room
+from fleet import ONLY_ON_GPU, Fleet, Platform, Room
 from gpu_report import GpuReport
 from live_server import Answers, LiveServer
 
@@ -62,8 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(START_AND_ANSWERS)
         if not can_run:
             item.add_marker(pytest.mark.skip("needs a CUDA device, or --cpu"))
+        elif config.getoption("--cpu") and _server_of(item) in ONLY_ON_GPU:
+            item.add_marker(pytest.mark.skip("needs a CUDA device: servers on a CPU use float32"))
         elif item.get_closest_marker("two_ranks") and not _has_two(config):
             item.add_marker(pytest.mark.skip("needs two CUDA devices, or --cpu"))
+
+
+def _server_of(item: pytest.Item) -> str | None:
+    """Return the name of the server or pair that a test is parametrized with."""
+    chosen = getattr(item, "callspec", None)
+    names = {} if chosen is None else chosen.params
+    return next((names[key] for key in ("server", "pair", "name") if key in names), None)
 
 
 def _has_two(config: pytest.Config) -> bool:

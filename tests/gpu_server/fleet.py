@@ -58,7 +58,11 @@ NGRAM = ("--kvspec-drafter=ngram", "--kvspec-ngram-always=true")
 # different lengths.
 SCORES = ("--kvspec-compressor=snapkv:window=16", "--kvspec-draft-budget=0.1")
 FREED = ("--kvspec-compressor=snapkv:window=16,keep_anchors=false", "--kvspec-draft-budget=0.1")
-# Anchors are not freed on a GPU otherwise.
+# Residuals in host memory, in tiers and on links hold only what anchors do not tell. This needs KV
+# of 16 bits.
+PACKED = ("--kvspec-exact-residual=packed", HOSTED)
+ONLY_ON_GPU = ("packed hosted", "kept packed", "packed pair")
+# Anchors are not freed, and residuals not packed, on a GPU otherwise.
 UNTESTED = {"SGLANG_KVSPEC_UNTESTED": "1"}
 UNEVEN_SCORES = ("--kvspec-compressor=random:heads=model", "--kvspec-draft-budget=0.3")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
@@ -69,7 +73,7 @@ SHARED_GPUS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 HOST = "--kvspec-prefix-host-gb=1"
 WAIT = "--kvspec-prefix-wait-ms=20000"
 # Pairs of a prefill and a decode server.
-PAIRS = ("pair", "hosted pair")
+PAIRS = ("pair", "hosted pair", "packed pair")
 # So slow a link that residuals arrive after several drafts.
 LINK_GBPS = {True: 0.03, False: 0.006}
 
@@ -238,6 +242,9 @@ class Fleet:
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
             "crowded": Spec(PAGES, 2 * small, RETRACT),
             "hosted": Spec((HOSTED, ALWAYS_DRAFTS, *PAGES), environment=small_cache),
+            "packed hosted": Spec(
+                (*PACKED, ALWAYS_DRAFTS, *PAGES), environment={**small_cache, **RETRACT, **UNTESTED}
+            ),
             "broken": Spec(PAGES, environment={**faults, "KVSPEC_FAULT_FILE": str(self._broken())}),
             "tiers": Spec((*tiers, *PAGES), small),
             "fresh disk": Spec((disk, *PAGES)),
@@ -246,8 +253,12 @@ class Fleet:
             "early": Spec((*slow, *PAGES)),
             "kept": Spec((*KEPT, self._own_disk("kept"), *PAGES), small),
             "kept hosted": Spec((*KEPT, HOSTED, self._own_disk("hosted")), small, small_cache),
+            "kept packed": Spec(
+                (*KEPT, *PACKED, self._own_disk("packed")), small, {**small_cache, **UNTESTED}
+            ),
             "pair": Spec(("--kvspec-host-gb=0",)),
             "hosted pair": Spec((HOSTED, *PAGES), environment=small_cache),
+            "packed pair": Spec((*PACKED, *PAGES), environment={**small_cache, **UNTESTED}),
             "int8 off": Spec((INT8, "--kvspec-draft-len=0")),
             "int8": Spec((INT8, *PAGES)),
             "int8 small chunks": Spec((INT8, "--chunked-prefill-size=256", *PAGES)),

@@ -53,8 +53,9 @@ def test_a_decode_server_keeps_nothing(pair: ServerPair, prompts: list[list[int]
     assert {state for state, count in report["page_states"].items() if count} == {"ABSENT"}
 
 
-def test_residuals_of_a_hosted_pair_come_from_host_memory(fleet: Fleet) -> None:
-    report = report_of(fleet.pair("hosted pair"))
+@pytest.mark.parametrize("name", ["hosted pair", "packed pair"])
+def test_residuals_of_a_hosted_pair_come_from_host_memory(fleet: Fleet, name: str) -> None:
+    report = report_of(fleet.pair(name))
     assert report["pools"]["residual_store_pages"] > report["pools"]["residual_cache_pages"]
     assert report["bytes_fetched"] > 0
 

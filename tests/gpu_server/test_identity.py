@@ -13,7 +13,7 @@ Same = Callable[..., None]
 
 lossless = pytest.mark.servers(
     *("exact", "pages", "int4 weights", "ngram", "ngram int4", "log4", "small chunks", "crowded"),
-    *("hosted", "scores", "uneven scores", "freed", "freed hosted"),
+    *("hosted", "packed hosted", "scores", "uneven scores", "freed", "freed hosted"),
 )
 
 
@@ -191,6 +191,20 @@ def test_draft_weights_follow_new_weights(
     )
     # Copies agree with the model mostly, not always.
     assert drafted / 4 < accepted < drafted
+
+
+@pytest.mark.servers("packed hosted")
+def test_packed_residuals_come_from_host_memory(
+    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
+) -> None:
+    same(server.ask(prompts, new_tokens, at_once=True), expected)
+    report = server.report()
+    pools = report["pools"]
+    assert pools["residual_store_form"] == "packed"
+    assert pools["bytes_per_token_stored"] < 0.6 * pools["bytes_per_token_residual"]
+    assert pools["residual_store_pages"] > pools["residual_cache_pages"]
+    assert report["bytes_fetched"] > 0
+    assert server.num_retractions > 0
 
 
 @pytest.mark.servers("hosted")

@@ -81,8 +81,8 @@ def test_requests_start_on_anchors(
         assert now[counter] > before[counter], counter
 
 
-@pytest.mark.servers("kept", "kept hosted")
-@pytest.mark.parametrize("name", ["kept", "kept hosted"])
+@pytest.mark.servers("kept", "kept hosted", "kept packed")
+@pytest.mark.parametrize("name", ["kept", "kept hosted", "kept packed"])
 def test_kept_anchors_need_only_residuals(
     fresh: Fleet, name: str, prompts: list[list[int]], new_tokens: int, expected: Answers
 ) -> None:

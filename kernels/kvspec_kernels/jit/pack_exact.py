@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from kvspec_kernels import packed_format
+from kvspec_kernels.codecs import packed_sizes
 from kvspec_kernels.jit import packed_rules
 
-HEADER_WORDS = tl.constexpr(packed_format.HEADER_BYTES // 4)
+HEADER_WORDS = tl.constexpr(packed_sizes.HEADER_BYTES // 4)
 RAW_WORDS = tl.constexpr(packed_format.RAW_OFFSET // 4)
 # The least width of a code, beside the bits of the mantissa.
 FAR_BITS = tl.constexpr(packed_format.FAR_BITS)

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from kvspec_kernels import packed_format
+from kvspec_kernels.codecs import packed_sizes
 from kvspec_kernels.jit import packed_rules
 
-HEADER_WORDS = tl.constexpr(packed_format.HEADER_BYTES // 4)
+HEADER_WORDS = tl.constexpr(packed_sizes.HEADER_BYTES // 4)
 RAW_WORDS = tl.constexpr(packed_format.RAW_OFFSET // 4)
 
 

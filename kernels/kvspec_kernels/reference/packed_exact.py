@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kvspec_kernels.codecs.packed_sizes import HEADER_BYTES
 from kvspec_kernels.formats import RecordLayout
 from kvspec_kernels.packed_format import (
     ESCAPE_BITS,
-    HEADER_BYTES,
     LAST_STEP,
     NEAR_ZERO,
     RAW_OFFSET,

@@ -42,15 +42,18 @@ class AttentionPair:
         tolerance: float,
         copy_streams: CopyStreams | None = None,
         attention: type[TargetAttention] | None = None,
+        packs: bool = False,
     ) -> None:
         """tolerance: largest relative error of outputs, in the norm over a head. attention: target
-        attention, by default the registered one of `target`."""
+        attention, by default the registered one of `target`. packs: the store holds packed
+        residuals."""
         codec = make_codec(
             codec_name,
             target=target,
             page_size=geometry.page_size,
             head_dim=geometry.head_dim,
             dtype=geometry.dtype,
+            packs=packs,
         )
         self.geometry, self.num_qo_heads, self.tolerance = geometry, num_qo_heads, tolerance
 

@@ -26,7 +26,7 @@ def plan_on_gpu(monkeypatch):
     monkeypatch.setattr(pool_sizing, "geometry_of", lambda kvc: geometry)
     monkeypatch.setattr(pool_sizing, "codec_of", lambda kvc, config: None)
     monkeypatch.setattr(pool_sizing, "least_of_all_ranks", lambda value: value)
-    monkeypatch.setattr(pool_sizing, "page_bytes_of", lambda geometry, codec: PAGE)
+    monkeypatch.setattr(pool_sizing, "page_bytes_of", lambda geometry, codec, **_: PAGE)
 
     def make(max_pages=None, budget=40 * GIB, context_len=32768, **options):
         kvc = SimpleNamespace(
@@ -51,7 +51,7 @@ def test_copies_of_pages_need_memory_of_a_gpu(plan_on_gpu, monkeypatch):
         ({"prefix_host_gb": 1}, "null", PAGE),
         ({"prefix_host_gb": 1}, "null", replace(PAGE, residual=GIB)),
     ):
-        monkeypatch.setattr(pool_sizing, "page_bytes_of", lambda g, codec, page=page: page)
+        monkeypatch.setattr(pool_sizing, "page_bytes_of", lambda g, codec, page=page, **_: page)
         kvc = SimpleNamespace(
             device="cuda",
             server_args=SimpleNamespace(max_running_requests=8, disaggregation_mode=mode),

@@ -135,6 +135,11 @@ LACKING: list[tuple[Options, str]] = [
         {"exact_residual": "packed", "anchor_bits": 2},
         "--kvspec-exact-residual packed needs --kvspec-codec uniform4 with --kvspec-anchor-bits 4",
     ),
+    (
+        {"exact_residual": "packed", "compressor": "snapkv:keep_anchors=false"},
+        "--kvspec-exact-residual packed needs the anchors of all pages, of which "
+        "--kvspec-compressor snapkv:keep_anchors=false frees some (allowed: keep_anchors=true)",
+    ),
 ]
 
 PREFILL = {"disaggregation_mode": "prefill"}
@@ -230,8 +235,8 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         {"exact_residual": "packed", "transfer": "full"},
         PREFILL,
         False,
-        "--kvspec-exact-residual packed has no effect without a prefix tier, or --kvspec-transfer "
-        "split with --disaggregation-mode prefill or decode",
+        "--kvspec-exact-residual packed has no effect without --kvspec-host-gb, a prefix tier, or "
+        "--kvspec-transfer split with --disaggregation-mode prefill or decode",
     ),
 ]
 
@@ -250,6 +255,7 @@ FINE: list[tuple[Options, Options]] = [
     ({"transfer": "int4"}, DECODE),
     ({"transfer_host": "127.0.0.1", "transfer": "split"}, {}),
     ({"exact_residual": "packed"}, DECODE),
+    ({"exact_residual": "packed", "host_gb": 8}, {}),
     ({"exact_residual": "packed"} | PREFIX_TIERS, {}),
     ({"exact_residual": "packed", "transfer": "full"} | PREFIX_TIERS, PREFILL),
     (

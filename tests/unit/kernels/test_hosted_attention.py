@@ -46,8 +46,9 @@ def pair(monkeypatch, device):
     )
 
 
-def test_pages_are_fetched_for_every_reader(pair):
-    both = pair("uniform4", "exact", cache_pages=6)
+@pytest.mark.parametrize("packs", [False, True], ids=["raw", "packed"])
+def test_pages_are_fetched_for_every_reader(pair, packs):
+    both = pair("uniform4", "exact", cache_pages=6, packs=packs)
     both.prefill(a=4 * PAGE + 7)
     both.prefill(b=3 * PAGE + 60)
     # A second chunk, which reads evicted pages.
@@ -65,9 +66,12 @@ def test_pages_are_fetched_for_every_reader(pair):
     assert len(both.encoded("bc")) > both.kv.plan.cache_pages
 
 
-@pytest.mark.parametrize(("codec", "target"), [("log4", "exact"), ("uniform4", "int8")])
-def test_pages_that_were_away_read_as_before(pair, codec, target):
-    both = pair(codec, target, cache_pages=5)
+@pytest.mark.parametrize(
+    ("codec", "target", "packs"),
+    [("log4", "exact", False), ("uniform4", "int8", False), ("uniform4", "exact", True)],
+)
+def test_pages_that_were_away_read_as_before(pair, codec, target, packs):
+    both = pair(codec, target, cache_pages=5, packs=packs)
     both.prefill(a=3 * PAGE + 7)
     both.prefill(b=2 * PAGE + 60)
     kv = both.kv

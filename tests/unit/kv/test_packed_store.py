@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from sglang_kvspec.codecs.packed_residual import spare_rows
 from sglang_kvspec.core.errors import CapacityError
-from sglang_kvspec.kv.packed_store import PackedStore, stored_page_bytes
+from sglang_kvspec.kv.packed_store import PackedStore
 from sglang_kvspec.kv.residual_table import ResidualState
+from sglang_kvspec.planning.record_bytes import spare_rows, stored_page_bytes
 
 LAYERS, HEADS, PAGE, HEAD_DIM = 3, 8, 32, 16
 RECORDS = LAYERS * HEADS
@@ -39,9 +39,9 @@ class Hosted:
     def encode(self, **unfit):
         """Encode pages p1, p2, ... of which so many records do not fit."""
         numbers = {int(name[1:]): count for name, count in unfit.items()}
-        k, v = torch.randn(
-            (2, len(numbers), LAYERS, PAGE, HEADS, HEAD_DIM), generator=self.rng
-        ).to(BF16)
+        k, v = torch.randn((2, len(numbers), LAYERS, PAGE, HEADS, HEAD_DIM), generator=self.rng).to(
+            BF16
+        )
         for row, count in enumerate(numbers.values()):
             for record in torch.randperm(RECORDS, generator=self.rng)[:count].tolist():
                 layer, head = divmod(record, HEADS)
@@ -125,7 +125,9 @@ def test_a_store_takes_the_bytes_that_are_planned(hosted):
     cache = hosted(num_pages=8)
     store, packed = cache.store, cache.kv.codec.packed
     pools = (store._records, store._spare, store._counts)
-    assert sum(pool.nbytes for pool in pools) == 9 * stored_page_bytes(packed, RECORDS)
+    assert sum(pool.nbytes for pool in pools) == 9 * stored_page_bytes(
+        RECORDS, packed.record_bytes, packed.raw_v_bytes
+    )
 
 
 @pytest.mark.parametrize("pages", [[], [2], [5, 1, 2, 4, 3]])

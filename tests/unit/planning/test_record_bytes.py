@@ -44,6 +44,27 @@ def test_bytes_are_those_of_the_layouts(codec, target, dtype_bytes):
             assert page.plain == page_size * shape.kv_bytes_per_token
 
 
+def test_bytes_of_packed_pages_are_those_of_the_layout():
+    for page_size in (32, 64, 96, 256):
+        for head_dim in (16, 48, 128):
+            shape = replace(SHAPE, head_dim=head_dim, kv_dtype_bytes=2)
+            sizes = {"page_size": page_size, "head_dim": head_dim, "dtype": torch.bfloat16}
+            packed = make_codec("uniform4", target="exact", packs=True, **sizes).packed
+            page = page_bytes_of(shape, "uniform4", "exact", page_size, "packed")
+            # One of six records may not fit.
+            assert page.stored == 6 * packed.record_bytes + packed.raw_v_bytes + 16
+            assert page_bytes_of(shape, "uniform4", "exact", page_size).stored == page.residual
+
+
+@pytest.mark.parametrize(
+    ("codec", "target", "dtype_bytes"),
+    [("log4", "exact", 2), ("uniform4", "int8", 2), ("uniform4", "exact", 4)],
+)
+def test_other_residuals_have_no_packed_form(codec, target, dtype_bytes):
+    with pytest.raises(ConfigError, match=r"^--exact-residual packed needs --target exact"):
+        page_bytes_of(replace(SHAPE, kv_dtype_bytes=dtype_bytes), codec, target, 64, "packed")
+
+
 @pytest.mark.parametrize("codec", NO_INT8)
 def test_a_codec_without_corrections_has_no_int8_plan(codec):
     message = rf"^--kvspec-codec {codec}: the codec {codec} has no int8 target \(allowed: "
