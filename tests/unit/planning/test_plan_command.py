@@ -55,7 +55,8 @@ def test_json_has_the_same_plan(tmp_path):
     done = run("plan", "--model", tmp_path, "--json", "--acceptance", "0.95", "--context", 8192)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert plan["kv_bytes_per_token"] == {"plain": 131072, "anchor": 35840, "residual": 131072}
+    sizes = {"plain": 131072, "anchor": 35840, "residual": 131072, "stored": 131072}
+    assert plan["kv_bytes_per_token"] == sizes
     assert plan["plan"]["plain"]["requests_fit"] == 100
     assert plan["plan"]["fetched"]["speed_up"] >= 1
     assert 0.05 < plan["plan"]["fetched"]["pages_read"] <= 1
@@ -64,6 +65,25 @@ def test_json_has_the_same_plan(tmp_path):
         str(tmp_path),
     ]
     assert [row["context_len"] for row in plan["sweep"]] == [4096 << n for n in range(6)]
+
+
+def test_residuals_may_be_packed_in_host_memory():
+    model = ROOT / "benchmarks" / "serving" / "shapes" / "qwen3-32b"
+    plans = {}
+    for form in ("raw", "packed"):
+        done = run("plan", "--model", model, "--exact-residual", form, "--json")
+        assert done.returncode == 0, done.stderr
+        plans[form] = json.loads(done.stdout)
+    stored = {form: plan["kv_bytes_per_token"]["stored"] for form, plan in plans.items()}
+    assert stored == {"raw": 262144, "packed": 140160.25}
+    launch = plans["packed"]["launch"]
+    assert launch[launch.index("--kvspec-exact-residual") + 1] == "packed"
+    assert "--kvspec-exact-residual" not in plans["raw"]["launch"]
+    speeds = [plan["plan"]["fetched"]["tokens_per_s"] for plan in plans.values()]
+    assert speeds[1] > 1.1 * speeds[0]
+    refused = run("plan", "--model", LLAMA, "--exact-residual", "packed", "--codec", "log4")
+    assert refused.returncode == 2
+    assert "--exact-residual packed needs --target exact, --codec uniform4" in refused.stderr
 
 
 def test_a_fall_back_to_plain_decoding_is_reported():

@@ -94,6 +94,19 @@ def test_equations_10_and_11():
     assert cycle.tokens_per_s == pytest.approx(8 * (2.4 + 1) / 4 / 0.03)
 
 
+def test_packed_residuals_take_less_of_link_and_store_and_some_of_the_gpu():
+    raw = memory_bound(curve=AcceptanceCurve((3,), (2.4,)))
+    packed = replace(
+        raw, request=replace(raw.request, packed=1.5 * GB), unpack_s=0.008, host_bytes=12 * GB
+    )
+    cycle = cycle_of(packed, 3, num_resident=6, num_fetching=2)
+    # Two requests of 8 ms in four iterations.
+    assert cycle.gpu_s == pytest.approx(0.017 + 2 * 0.008 / 4)
+    assert cycle.link_s == pytest.approx(2 * 1.5 / (4 * 50))
+    assert packed.most_requests == 8
+    assert replace(packed, request=raw.request).most_requests == 4
+
+
 def test_the_best_cycle_is_the_best_of_all():
     setting = memory_bound(
         hbm_gb=60,
