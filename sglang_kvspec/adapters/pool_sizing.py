@@ -23,8 +23,8 @@ from sglang_kvspec.core.compressor import GENERATED_SHARE
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.units import GIB
-from sglang_kvspec.kv import packed_store
 from sglang_kvspec.kv.geometry import KVGeometry
+from sglang_kvspec.kv.packed_store import work_bytes
 from sglang_kvspec.kv.staged_records import buffer_bytes
 from sglang_kvspec.planning.capacity import (
     ALL_HAVE_ANCHORS,
@@ -125,7 +125,9 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             if self._config.transfer != "split":
                 buffer += CODEC_WORK * max(AT_ONCE_BYTES, page.plain)
         if self._config.packs_residuals and self._config.host_gb:
-            buffer += packed_store.WORK_BYTES
+            codec = codec_of(self._kvc, self._config)
+            page = page_bytes_of(geometry_of(self._kvc), codec, on_gpu=True)
+            buffer += work_bytes(page.residual)
         return WORKSPACE_BYTES + logits_bytes + buffer + self._selection_bytes()
 
     def _selection_bytes(self) -> int:

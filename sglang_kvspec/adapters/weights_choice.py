@@ -64,4 +64,5 @@ def _deployment(
         memory_share=fields.get("mem_fraction_static") or MEMORY_SHARE,
         max_draft_len=config.max_draft_len,
         draft_budget=config.asked_budget,
+        exact_residual=config.exact_residual if config.host_gb else "raw",
     )

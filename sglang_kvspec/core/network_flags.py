@@ -117,7 +117,7 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         server_needs=(
             ServerNeed(
                 holds_residuals_elsewhere,
-                "{flag} {value} has no effect without --kvspec-host-gb, a prefix tier, or "
+                "{flag} {value} has no effect without --kvspec-host-gb on a GPU, a prefix tier, or "
                 "--kvspec-transfer split with --disaggregation-mode prefill or decode",
                 error=ConfigError,
             ),

@@ -26,7 +26,7 @@ class HostCopies:
 
     A slot may get another page, and a page another generation, while former copies are under way.
     So a stream that will write waits on the device for pending reads and writes of that memory. A
-    stream that will read waits for pending writes. Only await_rows() blocks the CPU.
+    stream that will read waits for pending writes. Only await_rows() and settle() block the CPU.
     """
 
     def __init__(self, store: HostStore, copy_streams: CopyStreams) -> None:
@@ -78,7 +78,8 @@ class HostCopies:
         slots = dict(pairs)
         pages = self._store.doubtful(list(slots))
         self.await_rows(pages)
-        self._store.settle(pages, [slots[page] for page in pages])
+        stream = self._copy_streams.to_host
+        self._store.settle(stream, pages, [slots[page] for page in pages])
 
     def take_fetch_times(self) -> list[tuple[int, float]]:
         """Return and forget (bytes, seconds) of finished fetches of whole pages. Do not wait."""

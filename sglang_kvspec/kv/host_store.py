@@ -42,9 +42,9 @@ class HostStore(Protocol):
         their slot or are read."""
         ...
 
-    def settle(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+    def settle(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Take from the cache what the rows of doubtful pages have no room for. Their put() is
-        done."""
+        done. Block the CPU until `stream` has copied it, which is rare."""
         ...
 
     def forget(self, page: int) -> None:
@@ -90,7 +90,7 @@ class RawStore:
     def doubtful(self, pages: Sequence[int]) -> list[int]:
         return []
 
-    def settle(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+    def settle(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
         assert not pages, "raw pages are never doubtful"
 
     def forget(self, page: int) -> None:

@@ -20,15 +20,20 @@ from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.kv.copy_streams import CopyStream
 from sglang_kvspec.kv.packed_pages import PackedPages
 from sglang_kvspec.kv.record_pool import RecordPool
-from sglang_kvspec.kv.transfers import to_device
+from sglang_kvspec.kv.transfers import send_into, to_device
 from sglang_kvspec.planning.record_bytes import COUNT_BYTES, spare_rows
 
 T = TypeVar("T")
 
-# Raw bytes that are packed or unpacked at once, with about as many bytes of temporaries.
-AT_ONCE_BYTES = 32 << 20
-# Bytes of device memory that this takes, in two streams.
-WORK_BYTES = 5 * AT_ONCE_BYTES
+# Raw bytes that are packed or unpacked at once.
+AT_ONCE_BYTES = 64 << 20
+
+
+def work_bytes(raw_page_bytes: int) -> int:
+    """Return the device memory that this takes: in each of three streams raw residuals, their
+    anchors and packed records, and V of those that do not fit, together less than 2.6 times
+    AT_ONCE_BYTES or a page."""
+    return 8 * max(AT_ONCE_BYTES, raw_page_bytes)
 
 
 class PackedStore:
@@ -73,7 +78,7 @@ class PackedStore:
         return sum(self._unfit.values())
 
     def link_bytes(self, pages: Sequence[int]) -> int:
-        num_unfit = sum(self._unfit.get(page, 0) for page in pages)
+        num_unfit = sum(map(self._num_unfit, pages))
         packed = len(pages) * self._num_records * self._packed.record_bytes
         return packed + num_unfit * self._packed.raw_v_bytes
 
@@ -81,15 +86,14 @@ class PackedStore:
 
     def put(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
         for pairs in self._at_once(zip(pages, slots, strict=True)):
-            some, sources = zip(*pairs, strict=True)
-            with stream.current():
-                raw = self._cache.read_pages(self._index(sources))
-                parts = self._pack(some, raw)
-            for pool, part in zip((self._records, self._spare, self._counts), parts, strict=True):
-                stream.copy_pages(pool.pages, some, part, range(len(some)))
-        for page in pages:
-            self.forget(page)
+            self._put(stream, *zip(*pairs, strict=True))
         self._doubtful.update(pages)
+
+    def _put(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
+        with stream.current():
+            parts = self._pack(pages, self._cache.read_pages(self._index(slots)))
+        for pool, part in zip((self._records, self._spare, self._counts), parts, strict=True):
+            stream.copy_pages(pool.pages, pages, part, range(len(pages)))
 
     def _pack(
         self, pages: Sequence[int], raw: torch.Tensor
@@ -113,11 +117,12 @@ class PackedStore:
     def doubtful(self, pages: Sequence[int]) -> list[int]:
         return [page for page in pages if page in self._doubtful]
 
-    def settle(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+    def settle(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
         for page, slot in zip(pages, slots, strict=True):
             self._doubtful.discard(page)
             if self._note_unfit(page) > self._num_spare:
-                self._more_v[page] = self._more_of(page, self._cache.page(slot))
+                with stream.current():
+                    self._more_v[page] = self._more_of(page, self._cache.page(slot))
 
     def _note_unfit(self, page: int) -> int:
         count = int(self._counts.page(page).view(torch.int32)[0, 0, 0])
@@ -129,7 +134,7 @@ class PackedStore:
         """Return V of the records that a page's row has no room for: a copy on the CPU. raw: the
         page's raw residuals."""
         unfit = (~self._packed.fits(self._records.page(page))).flatten().nonzero()[:, 0]
-        more = unfit[self._num_spare :].to(raw.device)
+        more = to_device(raw.device, unfit[self._num_spare :])
         return self._packed.v_of(raw.flatten(0, 1)[more]).cpu().clone()
 
     def forget(self, page: int) -> None:
@@ -167,50 +172,66 @@ class PackedStore:
     # From the store
 
     def get(self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]) -> None:
+        self._check_settled(pages)
         for pairs in self._at_once(zip(slots, pages, strict=True)):
-            targets, some = zip(*pairs, strict=True)
-            raw_v, first = self._raw_v(stream, some)
-            with stream.current():
-                records = torch.empty(
-                    (len(some), *self._records.page_shape), dtype=torch.uint8, device=self._device
-                )
-            stream.copy_pages(records, range(len(some)), self._records.pages, some)
-            with stream.current():
-                begins = to_device(self._device, first)
-                raw = self._unpack(self._anchors_of(some), records, raw_v, begins)
-                self._cache.write_pages(self._index(targets), raw)
+            self._get(stream, *zip(*pairs, strict=True))
+
+    def _get(self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]) -> None:
+        raw_v, first = self._raw_v(stream, pages)
+        records = self._empty(stream, (len(pages), *self._records.page_shape))
+        stream.copy_pages(records, range(len(pages)), self._records.pages, pages)
+        with stream.current():
+            begins = to_device(self._device, first)
+            raw = self._unpack(self._anchors_of(pages), records, raw_v, begins)
+            self._cache.write_pages(self._index(slots), raw)
 
     def get_by_layer(
         self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]
     ) -> Iterator[None]:
+        self._check_settled(pages)
+        num_layers = self._cache.num_layers
+        if sum(map(self._num_unfit, pages)) * self._packed.raw_v_bytes > AT_ONCE_BYTES:
+            # V of all pages would take too much memory at once.
+            self.get(stream, slots, pages)
+            yield from (None for _ in range(num_layers))
+            return
         raw_v, first = self._raw_v(stream, pages)
         with stream.current():
             first = to_device(self._device, first)
             sources, targets = self._index(pages), self._index(slots)
         step = max(1, AT_ONCE_BYTES // self._cache.layer(0)[0].nbytes)
-        for layer in range(self._cache.num_layers):
+        for layer in range(num_layers):
             for begin in range(0, len(pages), step):
                 some = slice(begin, begin + step)
-                with stream.current():
-                    rows = torch.arange(len(sources[some]), device=self._device)
-                    shape = (len(rows), *self._records.page_shape[1:])
-                    records = torch.empty(shape, dtype=torch.uint8, device=self._device)
-                stream.copy_rows(records, rows, self._records.layer(layer), sources[some])
-                with stream.current():
-                    anchors = self._anchors().read(layer, sources[some])
-                    raw = self._unpack(anchors[:, None], records[:, None], raw_v, first[some])
-                    first[some] += (~self._packed.fits(records)).sum(1)
-                    self._cache.write(layer, targets[some], raw[:, 0])
+                self._get_layer(stream, layer, targets[some], sources[some], raw_v, first[some])
             yield
+
+    def _get_layer(
+        self,
+        stream: CopyStream,
+        layer: int,
+        slots: torch.Tensor,
+        pages: torch.Tensor,
+        raw_v: torch.Tensor,
+        first: torch.Tensor,
+    ) -> None:
+        """Do the work of get() for a layer. first: [N], the rows of raw_v before those of this
+        layer; set to those before the next layer's."""
+        records = self._empty(stream, (len(pages), *self._records.page_shape[1:]))
+        with stream.current():
+            rows = torch.arange(len(pages), device=self._device)
+        stream.copy_rows(records, rows, self._records.layer(layer), pages)
+        with stream.current():
+            anchors = self._anchors().read(layer, pages)
+            raw = self._unpack(anchors[:, None], records[:, None], raw_v, first)
+            first += (~self._packed.fits(records)).sum(1)
+            self._cache.write(layer, slots, raw[:, 0])
 
     def _raw_v(self, stream: CopyStream, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return V of all records of these pages that do not fit, on the device, and the place of
         each page's first row there, on the CPU."""
-        counts = [self._unfit.get(page, 0) for page in pages]
-        with stream.current():
-            rows = torch.empty(
-                (sum(counts), self._packed.raw_v_bytes), dtype=torch.uint8, device=self._device
-            )
+        counts = list(map(self._num_unfit, pages))
+        rows = self._empty(stream, (sum(counts), self._packed.raw_v_bytes))
         sources: list[int] = []
         targets: list[int] = []
         first, begin = [], 0
@@ -220,7 +241,8 @@ class PackedStore:
             targets += range(begin, begin + spare)
             sources += range(page * self._num_spare, page * self._num_spare + spare)
             if count > spare:
-                stream.copy([(rows[begin + spare : begin + count], self._more_v[page])])
+                with stream.current():
+                    send_into([(rows[begin + spare : begin + count], self._more_v[page])])
             begin += count
         if sources:
             stream.copy_pages(rows, targets, self._spare.pages.flatten(0, 2), sources)
@@ -244,7 +266,7 @@ class PackedStore:
         parts = [torch.empty((0, *self._cache.page_shape), dtype=torch.uint8)]
         for some in self._at_once(pages):
             packed = self.read_packed(some)
-            counts = torch.tensor([self._unfit.get(page, 0) for page in some])
+            counts = torch.tensor(list(map(self._num_unfit, some)))
             there = [
                 to_device(self._device, part)
                 for part in (packed.records, packed.raw_v, counts.cumsum(0) - counts)
@@ -254,16 +276,29 @@ class PackedStore:
 
     def read_packed(self, pages: Sequence[int]) -> PackedPages:
         """Return pages in the packed form, as read() does."""
+        self._check_settled(pages)
         records = self._records.read_pages(torch.tensor(pages, dtype=torch.int64))
         raw_v = [torch.empty((0, self._packed.raw_v_bytes), dtype=torch.uint8)]
         for page in pages:
-            if count := self._unfit.get(page):
+            if count := self._num_unfit(page):
                 raw_v.append(self._spare.page(page)[0, :count])
             if page in self._more_v:
                 raw_v.append(self._more_v[page])
         return PackedPages(records, self._packed.fits(records), torch.cat(raw_v))
 
     # Helpers
+
+    def _num_unfit(self, page: int) -> int:
+        return self._unfit.get(page, 0)
+
+    def _check_settled(self, pages: Sequence[int]) -> None:
+        # Rows of V that are not known would be taken from other pages.
+        doubtful = self.doubtful(pages)
+        assert not doubtful, f"page {doubtful[0]} must be settled before it is read"
+
+    def _empty(self, stream: CopyStream, shape: Sequence[int]) -> torch.Tensor:
+        with stream.current():
+            return torch.empty(shape, dtype=torch.uint8, device=self._device)
 
     @property
     def _device(self) -> torch.device:

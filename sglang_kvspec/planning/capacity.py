@@ -27,8 +27,12 @@ class PageBytes:
     packed: int | None = None
 
     @property
+    def store_form(self) -> str:
+        return "raw" if self.packed is None else "packed"
+
+    @property
     def stored(self) -> int:
-        """Bytes of the residual in a host store."""
+        """Bytes of the residual in a host store. The link moves no more."""
         return self.residual if self.packed is None else self.packed
 
 

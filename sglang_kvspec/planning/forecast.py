@@ -96,6 +96,8 @@ class Deployment:
             )
         if not self.host_bytes >= 0:
             raise ConfigError(f"--host-memory-gb must be >= 0, got {self.host_bytes / 1e9:g}")
+        if self.exact_residual == "packed" and not self.host_bytes:
+            raise ConfigError("--exact-residual packed has no effect with --host-memory-gb 0")
         if self.kv_bytes <= 0:
             usable = self.device.hbm_bytes * self.memory_share
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 from sglang_kvspec.core.errors import ConfigError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 # Longest context of a model whose config names none.
 MAX_CONTEXT = 2**19
 MAX_ROPE_FACTOR = 1024
@@ -49,6 +50,7 @@ class ModelShape:
     experts_per_token: int = 0
     weight_bytes_per_param: float = 2.0
     kv_dtype_bytes: int = 2
+    kv_mantissa_bits: int = 7
     max_context: int = MAX_CONTEXT
 
     @property
@@ -106,6 +108,7 @@ class ModelShape:
             experts_per_token=feed_forward.experts_per_token,
             weight_bytes_per_param=_weight_bytes(config),
             kv_dtype_bytes=_dtype_bytes(config),
+            kv_mantissa_bits=MANTISSA_BITS[_dtype(config)],
             max_context=_longest_context(config),
         )
 
@@ -229,13 +232,17 @@ def _longest_context(config: Mapping[str, Any]) -> int:
 
 
 def _dtype_bytes(config: Mapping[str, Any]) -> int:
+    return DTYPE_BYTES[_dtype(config)]
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
     # transformers 5 says dtype where 4 said torch_dtype.
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in DTYPE_BYTES:
         raise ConfigError(
             f"dtype in the model's config must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}"
         )
-    return DTYPE_BYTES[dtype]
+    return str(dtype)
 
 
 def _weight_bytes(config: Mapping[str, Any]) -> float:

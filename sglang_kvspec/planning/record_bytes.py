@@ -24,8 +24,6 @@ from sglang_kvspec.planning.model_shape import ModelShape
 RECORDS_A_SPARE = 20
 # Of a page's number of records that do not fit. Rows of a store start at multiples of this.
 COUNT_BYTES = 16
-# Bits of the mantissa of bf16.
-MANTISSA_BITS = 7
 
 
 def spare_rows(num_records: int) -> int:
@@ -78,7 +76,7 @@ def page_bytes_of(
                 "--exact-residual packed needs --target exact, --codec uniform4 and a model of 16 "
                 "bits"
             )
-        each = packed_sizes.record_bytes(num_values, MANTISSA_BITS)
+        each = packed_sizes.record_bytes(num_values, shape.kv_mantissa_bits)
         packed = stored_page_bytes(records, each, num_values * shape.kv_dtype_bytes)
     return PageBytes(
         plain=records * 2 * num_values * shape.kv_dtype_bytes,

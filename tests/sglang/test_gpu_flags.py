@@ -173,6 +173,14 @@ def test_a_cpu_has_no_kernels_to_choose(kernels: Kernels) -> None:
         check_cpu_flags(KVSpecConfig(kernels=kernels), {})
 
 
+def test_packed_residuals_in_memory_need_a_gpu() -> None:
+    config = KVSpecConfig(exact_residual="packed", host_gb=1)
+    with pytest.raises(UnsupportedError, match=r"no effect on residuals in the memory of a CPU"):
+        check_cpu_flags(config, {})
+    check_cpu_flags(config, {"disaggregation_mode": "decode"})
+    check_cpu_flags(KVSpecConfig(exact_residual="packed", host_gb=1, prefix_host_gb=1), {})
+
+
 def test_weights_of_four_bits_need_bf16_on_a_gpu() -> None:
     config = KVSpecConfig(draft_weights="int4")
     half, good = (

@@ -227,7 +227,7 @@ def _finish_records(
     tl.store(record_ptr, tl.zeros_like(used) + 1, mask=mask & fits & (place == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_records"])
 def pack_kernel(
     anchors_ptr,
     raw_ptr,

@@ -191,7 +191,7 @@ def _store_rows(
         tl.store(target_ptr, bits, mask=mask_raw)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_raw_v"])
 def unpack_kernel(
     anchors_ptr,
     records_ptr,

@@ -235,8 +235,8 @@ LACKING_ON_A_SERVER: list[tuple[Options, Options, bool, str]] = [
         {"exact_residual": "packed", "transfer": "full"},
         PREFILL,
         False,
-        "--kvspec-exact-residual packed has no effect without --kvspec-host-gb, a prefix tier, or "
-        "--kvspec-transfer split with --disaggregation-mode prefill or decode",
+        "--kvspec-exact-residual packed has no effect without --kvspec-host-gb on a GPU, a prefix "
+        "tier, or --kvspec-transfer split with --disaggregation-mode prefill or decode",
     ),
 ]
 

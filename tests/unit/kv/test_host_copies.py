@@ -224,3 +224,37 @@ def test_fetches_are_timed_without_their_fences_and_only_once_they_are_over():
     streams.drain()
     assert copies.take_fetch_times() == [(page_bytes, 2.0)]
     assert copies.take_fetch_times() == []
+
+
+class DoubtfulStore(RawStore):
+    """Store whose pages are doubtful until they are settled. Pages may be settled once their copies
+    are done."""
+
+    def __init__(self, cache, rows, streams):
+        super().__init__(cache, rows)
+        self.rows, self.streams = rows, streams
+        self.settled = []
+
+    def doubtful(self, pages):
+        return [page for page in pages if page not in self.settled]
+
+    def settle(self, stream, pages, slots):
+        assert stream is self.streams.to_host
+        for page, slot in zip(pages, slots, strict=True):
+            check(self.rows.page(page), slot)
+        self.settled += pages
+
+
+def test_pages_are_settled_once_they_were_copied():
+    streams, cache, rows = ModelStreams(), pool(3), pool(3)
+    for slot in range(3):
+        cache.page(slot).fill_(slot)
+    store = DoubtfulStore(cache, rows, streams)
+    copies = HostCopies(store, streams.copy_streams)
+    copies.copy_out([(0, 2), (1, 0)])
+    copies.copy_out([(2, 1)])
+    copies.settle([(1, 0), (0, 2)])
+    assert store.settled == [1, 0]
+    assert streams.to_host.num_left, "the copy of another page need not be done"
+    copies.settle([(1, 0), (2, 1)])
+    assert store.settled == [1, 0, 2]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.kv.host_copies import HostCopies
 from sglang_kvspec.kv.packed_store import PackedStore
 from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.planning.record_bytes import spare_rows, stored_page_bytes
@@ -213,13 +214,28 @@ def test_a_page_that_is_freed_before_it_was_settled(hosted):
     cache.fetch(1, by_layer=False)
 
 
-def test_what_a_row_has_no_room_for_must_be_taken_before_its_slot_goes(hosted, monkeypatch):
+@by_layer
+def test_what_a_row_has_no_room_for_must_be_taken_before_its_slot_goes(
+    hosted, monkeypatch, by_layer
+):
+    monkeypatch.setattr(HostCopies, "settle", lambda copies, pairs: None)
+    caches = [hosted(), hosted()]
+    for cache in caches:
+        cache.encode(p1=RECORDS)
+        cache.evict()
+    with pytest.raises(AssertionError, match="page 1 must be settled"):
+        caches[0].fetch(1, by_layer=by_layer)
     monkeypatch.setattr(PackedStore, "doubtful", lambda store, pages: [])
-    cache = hosted()
-    cache.encode(p1=RECORDS)
-    cache.evict()
     with pytest.raises(AssertionError, match="page=1, layer=0"):
-        cache.fetch(1, by_layer=False)
+        caches[1].fetch(1, by_layer=by_layer)
+
+
+def test_a_warm_up_leaves_nothing_behind(hosted):
+    cache = hosted()
+    cache.kv.warm_up()
+    assert cache.store.num_unfit == 0
+    assert cache.store.doubtful(range(9)) == []
+    cache.kv.check_integrity()
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])

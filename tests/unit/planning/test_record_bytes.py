@@ -44,11 +44,12 @@ def test_bytes_are_those_of_the_layouts(codec, target, dtype_bytes):
             assert page.plain == page_size * shape.kv_bytes_per_token
 
 
-def test_bytes_of_packed_pages_are_those_of_the_layout():
+@pytest.mark.parametrize(("dtype", "mantissa_bits"), [(torch.bfloat16, 7), (torch.float16, 10)])
+def test_bytes_of_packed_pages_are_those_of_the_layout(dtype, mantissa_bits):
     for page_size in (32, 64, 96, 256):
         for head_dim in (16, 48, 128):
-            shape = replace(SHAPE, head_dim=head_dim, kv_dtype_bytes=2)
-            sizes = {"page_size": page_size, "head_dim": head_dim, "dtype": torch.bfloat16}
+            shape = replace(SHAPE, head_dim=head_dim, kv_mantissa_bits=mantissa_bits)
+            sizes = {"page_size": page_size, "head_dim": head_dim, "dtype": dtype}
             packed = make_codec("uniform4", target="exact", packs=True, **sizes).packed
             page = page_bytes_of(shape, "uniform4", "exact", page_size, "packed")
             # One of six records may not fit.
