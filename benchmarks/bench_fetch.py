@@ -27,7 +27,7 @@ from rich.console import Console
 
 from kvspec_kernels.ops.capture import captured_graph
 from sglang_kvspec.codecs.registry import make_codec
-from sglang_kvspec.kv.copy_streams import make_copy_streams
+from sglang_kvspec.kv.copy_streams import make_copy_stream, make_copy_streams
 from sglang_kvspec.kv.host_copies import HostCopies
 from sglang_kvspec.kv.host_store import HostStore, RawStore
 from sglang_kvspec.kv.packed_store import PackedStore
@@ -67,8 +67,14 @@ class Link:
     def _packed_store(self, device: torch.device) -> PackedStore:
         """Return an empty store, beside anchors of the pages in the cache. Pages with equal places
         in groups of DIFFERENT_PAGES are equal."""
-        sizes = {"page_size": PAGE_SIZE, "head_dim": HEAD_DIM, "dtype": torch.bfloat16}
-        codec = make_codec("uniform4", target="exact", packs=True, **sizes)
+        codec = make_codec(
+            "uniform4",
+            target="exact",
+            page_size=PAGE_SIZE,
+            head_dim=HEAD_DIM,
+            dtype=torch.bfloat16,
+            packs=True,
+        )
         assert codec.packed is not None, "packs=True gives a packed form"
         anchors = RecordPool(LAYERS, STORE_PAGES, KV_HEADS, codec.anchor_bytes, device)
         for first in range(DIFFERENT_PAGES):
@@ -78,7 +84,9 @@ class Link:
             for pool, records in ((anchors, encoded.anchor), (self.cache, encoded.residual)):
                 places = torch.arange(first, pool.layer(0).shape[0], DIFFERENT_PAGES, device=device)
                 pool.write_pages(places, records.expand(len(places), *records.shape))
-        return PackedStore(self.cache, lambda: anchors, codec.packed, STORE_PAGES, pinned=True)
+        link = make_copy_stream(device)
+        form = codec.packed
+        return PackedStore(self.cache, lambda: anchors, form, STORE_PAGES, link, pinned=True)
 
     def fetch(self, num_pages: int, *, by_layer: bool) -> None:
         pairs = self._turns(num_pages)

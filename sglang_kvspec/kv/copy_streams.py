@@ -61,6 +61,11 @@ class CopyStream(Protocol):
         there is used there only, and may be reused as soon as it is freed."""
         ...
 
+    def reads(self, values: torch.Tensor) -> None:
+        """Note that this stream's work reads memory that another stream allocated. The memory is
+        reused once that work is done."""
+        ...
+
     def mark(self, *, timed: bool = False) -> Event:
         """Return the point after all work given so far. timed: for `seconds`."""
         ...
@@ -86,10 +91,15 @@ class CopyStreams:
 
 def make_copy_streams(device: torch.device) -> CopyStreams:
     """Return side streams on a GPU. On a CPU, return streams that copy at once."""
+    main = CudaStream(device) if device.type == "cuda" else SyncStream()
+    return CopyStreams(main, make_copy_stream(device), make_copy_stream(device))
+
+
+def make_copy_stream(device: torch.device) -> CopyStream:
+    """Return a new side stream of a GPU. On a CPU, return a stream that copies at once."""
     if device.type != "cuda":
-        return CopyStreams(SyncStream(), SyncStream(), SyncStream())
-    side = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
-    return CopyStreams(CudaStream(device), *(CudaStream(device, stream) for stream in side))
+        return SyncStream()
+    return CudaStream(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 class CudaStream:
@@ -136,6 +146,9 @@ class CudaStream:
 
     def current(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
+
+    def reads(self, values: torch.Tensor) -> None:
+        values.record_stream(self.stream)
 
     def mark(self, *, timed: bool = False) -> Event:
         event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
@@ -192,6 +205,9 @@ class SyncStream:
 
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def reads(self, values: torch.Tensor) -> None:
+        pass
 
     def mark(self, *, timed: bool = False) -> Event:
         return _Past()

@@ -8,7 +8,7 @@ import torch
 
 from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.core.errors import CapacityError
-from sglang_kvspec.kv.copy_streams import CopyStreams, Event
+from sglang_kvspec.kv.copy_streams import CopyStreams, Event, make_copy_stream
 from sglang_kvspec.kv.corrupt_pages import CorruptPages
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.host_copies import HostCopies
@@ -66,8 +66,9 @@ class OffloadedResidualCache:
                 rows = RecordPool(*sizes, cpu, pinned=pinned, by_page=True)
                 self.store = RawStore(self._cache, rows)
             else:
+                link = make_copy_stream(device)
                 self.store = self._packed_store = PackedStore(
-                    self._cache, anchors, packed, num_rows, pinned=pinned
+                    self._cache, anchors, packed, num_rows, link, pinned=pinned
                 )
         self._device = device
         # Only the CPU's residual cache checks the pages that it reads.

@@ -6,18 +6,22 @@ records of a page lies in ordinary host memory, so that no page is refused, what
 
 Which records do not fit is known once a page was packed. The CPU asks before the page loses its
 cache slot: until then the page is *doubtful*.
+
+Packed records come into one of two buffers while the records of the other one are unpacked, so that
+the link does not wait for kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from math import prod
 from typing import TypeVar
 
 import torch
 
 from sglang_kvspec.codecs.packed_residual import PackedResidual
-from sglang_kvspec.kv.copy_streams import CopyStream
+from sglang_kvspec.kv.copy_streams import CopyStream, Event
 from sglang_kvspec.kv.packed_pages import PackedPages
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.transfers import send_into, to_device
@@ -32,8 +36,8 @@ AT_ONCE_BYTES = 64 << 20
 def work_bytes(raw_page_bytes: int) -> int:
     """Return the device memory that this takes: in each of three streams raw residuals, their
     anchors and packed records, and V of those that do not fit, together less than 2.6 times
-    AT_ONCE_BYTES or a page."""
-    return 8 * max(AT_ONCE_BYTES, raw_page_bytes)
+    AT_ONCE_BYTES or a page, and two buffers."""
+    return 9 * max(AT_ONCE_BYTES, raw_page_bytes)
 
 
 class PackedStore:
@@ -45,11 +49,13 @@ class PackedStore:
         anchors: Callable[[], RecordPool],
         packed: PackedResidual,
         num_rows: int,
+        link: CopyStream,
         *,
         pinned: bool,
     ) -> None:
         """cache: by page. anchors: returns the pool of all pages' anchors, which are there when a
-        page is written or read. num_rows: row 0 and one for each page."""
+        page is written or read. num_rows: row 0 and one for each page. link: a stream of its own,
+        for copies to the device."""
         self._cache, self._anchors, self._packed = cache, anchors, packed
         layers, heads = cache.page_shape[:2]
         self._num_records = layers * heads
@@ -64,6 +70,17 @@ class PackedStore:
             RecordPool(num_layers, num_rows, num_heads, num_bytes, cpu, pinned=pinned, by_page=True)
             for num_layers, num_heads, num_bytes in shapes
         )
+        # Whole pages, and layers of pages, that are packed or unpacked at once.
+        self._most_pages, self._most_layers = (
+            max(1, min(AT_ONCE_BYTES // raw.nbytes, num_rows))
+            for raw in (cache.page(0), cache.layer(0)[0])
+        )
+        page = self._records.page(0)
+        buffer_bytes = max(self._most_pages * page.nbytes, self._most_layers * page[0].nbytes)
+        self._link = link
+        self._buffers = torch.empty((2, buffer_bytes), dtype=torch.uint8, device=self._device)
+        # By buffer: the point after which it may be written.
+        self._unpacked: list[Event | None] = [None, None]
         self._doubtful: set[int] = set()
         # By page with such records: how many do not fit, and V of those that exceed its row.
         self._unfit: dict[int, int] = {}
@@ -173,65 +190,99 @@ class PackedStore:
 
     def get(self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]) -> None:
         self._check_settled(pages)
-        for pairs in self._at_once(zip(slots, pages, strict=True)):
-            self._get(stream, *zip(*pairs, strict=True))
+        # V of all pages may be on its way at once, unless that takes too much memory.
+        link = stream if self._has_much_v(pages) else self._link
+        link.wait(stream.mark())
+        for number, pairs in enumerate(self._at_once(zip(slots, pages, strict=True))):
+            self._get(stream, link, number % 2, *zip(*pairs, strict=True))
 
-    def _get(self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]) -> None:
-        raw_v, first = self._raw_v(stream, pages)
-        records = self._empty(stream, (len(pages), *self._records.page_shape))
-        stream.copy_pages(records, range(len(pages)), self._records.pages, pages)
+    def _get(
+        self,
+        stream: CopyStream,
+        link: CopyStream,
+        buffer: int,
+        slots: Sequence[int],
+        pages: Sequence[int],
+    ) -> None:
+        raw_v, first = self._raw_v(link, pages)
+        records = self._buffer(link, buffer, (len(pages), *self._records.page_shape))
+        link.copy_pages(records, range(len(pages)), self._records.pages, pages)
+        stream.wait(link.mark())
+        stream.reads(raw_v)
         with stream.current():
             begins = to_device(self._device, first)
             raw = self._unpack(self._anchors_of(pages), records, raw_v, begins)
             self._cache.write_pages(self._index(slots), raw)
+        self._unpacked[buffer] = stream.mark()
 
     def get_by_layer(
         self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]
     ) -> Iterator[None]:
         self._check_settled(pages)
-        num_layers = self._cache.num_layers
-        if sum(map(self._num_unfit, pages)) * self._packed.raw_v_bytes > AT_ONCE_BYTES:
-            # V of all pages would take too much memory at once.
+        num_layers, step = self._cache.num_layers, self._most_layers
+        if self._has_much_v(pages):
             self.get(stream, slots, pages)
             yield from (None for _ in range(num_layers))
             return
-        raw_v, first = self._raw_v(stream, pages)
         with stream.current():
-            first = to_device(self._device, first)
             sources, targets = self._index(pages), self._index(slots)
-        step = max(1, AT_ONCE_BYTES // self._cache.layer(0)[0].nbytes)
+            rows = torch.arange(min(step, len(pages)), device=self._device)
+        self._link.wait(stream.mark())
+        raw_v, counted = self._raw_v(self._link, pages)
+        stream.reads(raw_v)
+        with stream.current():
+            first = to_device(self._device, counted)
+        number = 0
         for layer in range(num_layers):
             for begin in range(0, len(pages), step):
                 some = slice(begin, begin + step)
-                self._get_layer(stream, layer, targets[some], sources[some], raw_v, first[some])
+                chunk = (sources[some], targets[some], first[some])
+                self._get_layer(stream, number % 2, layer, rows, raw_v, *chunk)
+                number += 1
             yield
 
     def _get_layer(
         self,
         stream: CopyStream,
+        buffer: int,
         layer: int,
-        slots: torch.Tensor,
-        pages: torch.Tensor,
+        rows: torch.Tensor,
         raw_v: torch.Tensor,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
         first: torch.Tensor,
     ) -> None:
-        """Do the work of get() for a layer. first: [N], the rows of raw_v before those of this
-        layer; set to those before the next layer's."""
-        records = self._empty(stream, (len(pages), *self._records.page_shape[1:]))
-        with stream.current():
-            rows = torch.arange(len(pages), device=self._device)
-        stream.copy_rows(records, rows, self._records.layer(layer), pages)
+        """Do the work of get() for a layer. rows: numbers from 0, at least as many as pages. first:
+        [N], the rows of raw_v before those of this layer; set to those before the next layer's."""
+        link, rows = self._link, rows[: len(pages)]
+        records = self._buffer(link, buffer, (len(pages), *self._records.page_shape[1:]))
+        link.copy_rows(records, rows, self._records.layer(layer), pages)
+        stream.wait(link.mark())
         with stream.current():
             anchors = self._anchors().read(layer, pages)
             raw = self._unpack(anchors[:, None], records[:, None], raw_v, first)
             first += (~self._packed.fits(records)).sum(1)
             self._cache.write(layer, slots, raw[:, 0])
+        self._unpacked[buffer] = stream.mark()
+
+    def _buffer(self, link: CopyStream, buffer: int, shape: Sequence[int]) -> torch.Tensor:
+        """Return a buffer in this shape, for work that `link` is given after this call."""
+        if (event := self._unpacked[buffer]) is not None:
+            link.wait(event)
+        return self._buffers[buffer, : prod(shape)].view(*shape)
+
+    def _has_much_v(self, pages: Sequence[int]) -> bool:
+        """Return True if V of the records that do not fit takes more than what is unpacked at
+        once."""
+        return sum(map(self._num_unfit, pages)) * self._packed.raw_v_bytes > AT_ONCE_BYTES
 
     def _raw_v(self, stream: CopyStream, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return V of all records of these pages that do not fit, on the device, and the place of
         each page's first row there, on the CPU."""
         counts = list(map(self._num_unfit, pages))
-        rows = self._empty(stream, (sum(counts), self._packed.raw_v_bytes))
+        shape = (sum(counts), self._packed.raw_v_bytes)
+        with stream.current():
+            rows = torch.empty(shape, dtype=torch.uint8, device=self._device)
         sources: list[int] = []
         targets: list[int] = []
         first, begin = [], 0
@@ -296,18 +347,14 @@ class PackedStore:
         doubtful = self.doubtful(pages)
         assert not doubtful, f"page {doubtful[0]} must be settled before it is read"
 
-    def _empty(self, stream: CopyStream, shape: Sequence[int]) -> torch.Tensor:
-        with stream.current():
-            return torch.empty(shape, dtype=torch.uint8, device=self._device)
-
     @property
     def _device(self) -> torch.device:
         return self._cache.layer(0).device
 
     def _at_once(self, items: Iterable[T]) -> Iterator[tuple[T, ...]]:
         """Yield items of as many pages as are packed or unpacked at once."""
-        left, step = iter(items), max(1, AT_ONCE_BYTES // self._cache.page(0).nbytes)
-        while some := tuple(islice(left, step)):
+        left = iter(items)
+        while some := tuple(islice(left, self._most_pages)):
             yield some
 
     def _anchors_of(self, pages: Sequence[int]) -> torch.Tensor:

@@ -186,9 +186,7 @@ def cycles_per_load(stored_bytes: float, link_bytes_per_s: float, iteration_s: f
 
 def cycle_of(setting: Setting, draft_len: int, num_resident: int, num_fetching: int) -> Cycle:
     """Return the cycle of a draft length and numbers of requests. Memory is not checked."""
-    stored = setting.request.stored
-    # Pages are copied and unpacked in turn, so the link waits meanwhile.
-    link = stored / (stored / setting.link_bytes_per_s + setting.unpack_s)
+    stored, link = setting.request.stored, setting.link_bytes_per_s
     gpu_s = gpu_seconds(setting.costs, num_resident + num_fetching, setting.context_len, draft_len)
     # Each fetching request is unpacked once a cycle.
     gpu_s += num_fetching * setting.unpack_s / (draft_len + 1)

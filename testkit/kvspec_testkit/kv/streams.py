@@ -79,6 +79,9 @@ class ModelStream:
         # Torch works at once: only copies are queued.
         return nullcontext()
 
+    def reads(self, values: torch.Tensor) -> None:
+        pass
+
     def mark(self, *, timed: bool = False) -> ModelEvent:
         event = ModelEvent(self)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 
 from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.kv.copy_streams import SyncStream
 from sglang_kvspec.kv.host_copies import HostCopies
 from sglang_kvspec.kv.packed_store import PackedStore
 from sglang_kvspec.kv.residual_table import ResidualState
@@ -236,6 +238,81 @@ def test_a_warm_up_leaves_nothing_behind(hosted):
     assert cache.store.num_unfit == 0
     assert cache.store.doubtful(range(9)) == []
     cache.kv.check_integrity()
+
+
+class ClockedStream(SyncStream):
+    """Stream that counts its work, and knows how much of other streams' work is done before its
+    own."""
+
+    def __init__(self):
+        self.now = 0
+        self.known = Counter()
+
+    def copy_pages(self, *args):
+        super().copy_pages(*args)
+        self.now += 1
+
+    def copy_rows(self, *args):
+        super().copy_rows(*args)
+        self.now += 1
+
+    def mark(self, *, timed=False):
+        event = super().mark(timed=timed)
+        event.known = self.known | Counter({self: self.now})
+        return event
+
+    def wait(self, event):
+        self.known |= event.known
+
+
+@by_layer
+@pytest.mark.parametrize("lost", [None, "stream", "link"])
+def test_a_buffer_is_written_once_it_was_unpacked_and_read_once_it_is_there(
+    hosted, monkeypatch, by_layer, lost
+):
+    """lost: a stream that does not wait, as a fault."""
+    monkeypatch.setattr("sglang_kvspec.kv.packed_store.AT_ONCE_BYTES", 40_000)
+    cache = hosted()
+    store, stream = cache.store, ClockedStream()
+    link = store._link = ClockedStream()
+    unpack, buffer, unpacked = store._unpack, store._buffer, []
+
+    def unpack_what_is_there(*args):
+        assert stream.known[link] == link.now, "records are read before they are there"
+        stream.now += 1
+        unpacked.append(stream.now)
+        return unpack(*args)
+
+    def buffer_that_was_unpacked(*args):
+        given = buffer(*args)
+        assert link.known[stream] >= (unpacked[-2] if len(unpacked) > 1 else 1), "is read"
+        return given
+
+    monkeypatch.setattr(store, "_unpack", unpack_what_is_there)
+    monkeypatch.setattr(store, "_buffer", buffer_that_was_unpacked)
+    cache.encode(p1=0, p2=1)
+    cache.encode(p3=0, p4=0)
+    cache.encode(p5=SPARE + 1)
+    cache.evict()
+    # Whatever was enqueued before is done before the first copy.
+    stream.now += 1
+    if lost is not None:
+        monkeypatch.setattr(stream if lost == "stream" else link, "wait", lambda event: None)
+    pages, slots = [1, 2, 3, 4], [0, 1, 2, 3]
+
+    def get():
+        if by_layer:
+            for _ in store.get_by_layer(stream, slots, pages):
+                pass
+        else:
+            store.get(stream, slots, pages)
+
+    if lost is None:
+        get()
+        assert len(unpacked) > 3
+    else:
+        with pytest.raises(AssertionError, match=r"is read|are read"):
+            get()
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])

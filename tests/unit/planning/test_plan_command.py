@@ -80,7 +80,7 @@ def test_residuals_may_be_packed_in_host_memory():
     assert launch[launch.index("--kvspec-exact-residual") + 1] == "packed"
     assert "--kvspec-exact-residual" not in plans["raw"]["launch"]
     speeds = [plan["plan"]["fetched"]["tokens_per_s"] for plan in plans.values()]
-    assert speeds[1] > 1.05 * speeds[0]
+    assert speeds[1] > 1.1 * speeds[0]
     refused = run("plan", "--model", LLAMA, "--exact-residual", "packed", "--codec", "log4")
     assert refused.returncode == 2
     assert "--exact-residual packed needs --target exact, --codec uniform4" in refused.stderr

@@ -102,8 +102,7 @@ def test_packed_residuals_take_less_of_link_and_store_and_some_of_the_gpu():
     cycle = cycle_of(packed, 3, num_resident=6, num_fetching=2)
     # Two requests of 8 ms in four iterations.
     assert cycle.gpu_s == pytest.approx(0.017 + 2 * 0.008 / 4)
-    # The link waits while pages are unpacked.
-    assert cycle.link_s == pytest.approx(2 * (1.5 / 50 + 0.008) / 4)
+    assert cycle.link_s == pytest.approx(2 * 1.5 / (4 * 50))
     assert packed.most_requests == 8
     assert replace(packed, request=raw.request).most_requests == 4
 
