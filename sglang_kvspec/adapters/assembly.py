@@ -40,7 +40,11 @@ from sglang_kvspec.engine.ports import (
     SchedulerParts,
     VerifyScheduler,
 )
-from sglang_kvspec.engine.prompt_repeats import PromptRepeats
+from sglang_kvspec.engine.prompt_repeats import (
+    MOST_REPEATED,
+    MOST_REPEATED_ON_GPU,
+    PromptRepeats,
+)
 from sglang_kvspec.engine.proposed_steps import ProposedSteps
 from sglang_kvspec.engine.residual_planner import ResidualPlanner
 from sglang_kvspec.engine.selective_drafter import SelectiveDrafter, StepSeconds
@@ -225,7 +229,9 @@ def make_repeats(parts: WorkerParts, loop: RoundLoop) -> PromptRepeats | None:
         return None
     if parts.config.asked_budget == ALL_PAGES:
         return None
-    return PromptRepeats(parts.forward, parts.runner.model_config.context_len)
+    most_tokens = MOST_REPEATED_ON_GPU if isinstance(parts.kv, GpuKVCache) else MOST_REPEATED
+    context_len = parts.runner.model_config.context_len
+    return PromptRepeats(parts.forward, context_len, most_tokens=most_tokens)
 
 
 def _most_piggyback(parts: WorkerParts) -> int:

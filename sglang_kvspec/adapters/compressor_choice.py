@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sglang_kvspec.adapters.activation import check_untested
 from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, parse_compressor
-from sglang_kvspec.core.config import KVSpecConfig
+from sglang_kvspec.core.config import KVSpecConfig, Target
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.planning.compressor_choice import best_first
 from sglang_kvspec.planning.measured_compressors import MEASURED
@@ -26,9 +26,13 @@ def with_compressor(config: KVSpecConfig, *, on_gpu: bool) -> KVSpecConfig:
     if config.compressor is None:
         return config
     if config.compressor != AUTO_COMPRESSOR:
-        _check_served(config.compressor, on_gpu=on_gpu)
+        _check_served(config.compressor, config.target, on_gpu=on_gpu)
+        for flag, allowed in _untested(config.compressor) if on_gpu else ():
+            check_untested(flag, allowed)
         return config
-    chosen = next(each for each in best_first(MEASURED) if _serves(each.scorer, on_gpu=on_gpu))
+    chosen = next(
+        each for each in best_first(MEASURED) if _serves(each.scorer, config.target, on_gpu=on_gpu)
+    )
     asked = config.asked_budget
     budget = chosen.budget if asked is None else asked
     logger.info(
@@ -43,9 +47,8 @@ def with_compressor(config: KVSpecConfig, *, on_gpu: bool) -> KVSpecConfig:
     return replace(config, compressor=chosen.scorer, draft_budget=budget)
 
 
-def _check_served(text: str, *, on_gpu: bool) -> None:
-    """Raise ConfigError for wrong options, and UnsupportedError for what only a CPU does, or was
-    tested on."""
+def _check_served(text: str, target: Target, *, on_gpu: bool) -> None:
+    """Raise ConfigError for wrong options, and UnsupportedError for what only a CPU does."""
     compressor = parse_compressor(text)
     scorer = make_scorer(compressor)
     needs = scorer.needs
@@ -57,12 +60,9 @@ def _check_served(text: str, *, on_gpu: bool) -> None:
         )
     if not on_gpu:
         return
-    if not compressor.keep_anchors:
-        flag = f"--kvspec-compressor {compressor.name} with keep_anchors=false"
-        check_untested(flag, "keep_anchors=true")
     for what, only_cpu in (
         ("chooses single tokens with by=tokens", compressor.by == "tokens"),
-        ("reads prompts twice", needs.repeats),
+        (f"reads prompts twice at --kvspec-target {target}", needs.repeats and target != "exact"),
         ("scores tokens again after each verification", needs.drafting),
     ):
         if only_cpu:
@@ -72,10 +72,21 @@ def _check_served(text: str, *, on_gpu: bool) -> None:
             )
 
 
-def _serves(name: str, *, on_gpu: bool) -> bool:
-    """Return whether a scorer needs no file, and on a GPU only what a GPU shows it."""
+def _untested(text: str) -> list[tuple[str, str]]:
+    """Return what no GPU server was tested with: flags, and what is allowed in their place."""
+    compressor = parse_compressor(text)
+    flag, found = f"--kvspec-compressor {compressor.name}", []
+    if not compressor.keep_anchors:
+        found.append((f"{flag} with keep_anchors=false", "keep_anchors=true"))
+    if make_scorer(compressor).needs.repeats:
+        found.append((flag, "methods that read prompts once, such as snapkv"))
+    return found
+
+
+def _serves(name: str, target: Target, *, on_gpu: bool) -> bool:
+    """Return whether a scorer needs no file, and on a GPU only what a GPU shows it, tested."""
     try:
-        _check_served(name, on_gpu=on_gpu)
+        _check_served(name, target, on_gpu=on_gpu)
     except (ConfigError, UnsupportedError):
         return False
-    return True
+    return not (on_gpu and _untested(name))

@@ -23,6 +23,7 @@ from sglang_kvspec.core.compressor import GENERATED_SHARE
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.units import GIB
+from sglang_kvspec.engine.prompt_repeats import PIECE
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.packed_store import work_bytes
 from sglang_kvspec.kv.staged_records import buffer_bytes
@@ -47,7 +48,7 @@ from sglang_kvspec.runtime.device_pages import nbytes_of
 from sglang_kvspec.runtime.disaggregation.page_wire import AT_ONCE_BYTES, CODEC_WORK
 from sglang_kvspec.runtime.piggyback_rows import MOST_PIGGYBACK
 from sglang_kvspec.runtime.targets.flashinfer_pages import WORKSPACE_BYTES
-from sglang_kvspec.scorers.making import allocation_of
+from sglang_kvspec.scorers.making import allocation_of, make_scorer
 
 # Host memory left to the operating system and to SGLang's own processes.
 HOST_RESERVE_BYTES = 2 * GIB
@@ -114,6 +115,10 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
         tokens = args.max_running_requests * (self._config.max_draft_len + 1)
         if self._config.host_gb != 0:
             tokens += min(args.max_running_requests, MOST_PIGGYBACK)
+        compressor = self._config.parsed_compressor
+        if compressor is not None and make_scorer(compressor).needs.repeats:
+            # A forward that repeats a part of a prompt gives logits of all its tokens.
+            tokens = max(tokens, PIECE)
         itemsize = self._kvc.model_config.dtype.itemsize + torch.float32.itemsize
         logits_bytes = tokens * int(self._kvc.model_config.vocab_size) * itemsize
         buffer = 0

@@ -11,9 +11,9 @@ from sglang_kvspec.runtime.request_state import RequestState
 
 # Tokens of a forward that repeats a part of a prompt, and the fewest for which it pays.
 PIECE, LEAST_PIECE = 512, 256
-# Tokens that are repeated behind one prefill. All requests wait meanwhile, and SGLang's watchdog
-# stops a server whose step takes minutes.
-MOST_REPEATED = 8192
+# Tokens that are repeated behind one prefill, on a CPU and on a GPU. All requests wait meanwhile,
+# and SGLang's watchdog stops a server whose step takes minutes.
+MOST_REPEATED, MOST_REPEATED_ON_GPU = 8192, 65536
 # Tokens before a piece that its forward begins with, so that its first tokens are expected.
 LEAD = 8
 
@@ -26,17 +26,21 @@ class PromptRepeats:
     """
 
     def __init__(
-        self, forward: ModelForward, most_positions: int, least_piece: int = LEAST_PIECE
+        self,
+        forward: ModelForward,
+        most_positions: int,
+        least_piece: int = LEAST_PIECE,
+        most_tokens: int = MOST_REPEATED,
     ) -> None:
         """most_positions: positions that the model allows. least_piece: positions that must be left
-        behind a longer prompt."""
+        behind a longer prompt. most_tokens: tokens of all prompts of a prefill together."""
         self._forward, self._most_positions = forward, most_positions
-        self._least_piece = least_piece
+        self._least_piece, self._most_tokens = least_piece, most_tokens
 
     def run(self, batch: RoundBatch, complete: Iterable[int]) -> None:
         """Repeat the prompts of requests `complete` of a batch, unless they are too long for that.
         Leaves states as they are."""
-        left = MOST_REPEATED
+        left = self._most_tokens
         for index in complete:
             state = batch.states[index]
             tokens = [*state.prompt, *state.output][: state.committed_len]

@@ -10,7 +10,8 @@ import torch
 
 class RowKind(Enum):
     """Kind of a row: DRAFT rows read anchors, all other rows read the target precision. A REPEAT
-    row runs tokens for a scorer's sake: their KV is not stored. Only a CPU runs such rows."""
+    row runs tokens for a scorer's sake: their KV is not stored. A GPU runs such rows at the target
+    `exact` only."""
 
     PREFILL = "prefill"
     DRAFT = "draft"
@@ -52,9 +53,12 @@ class Row:
 
     def written_pages(self, page_size: int) -> range:
         """Return the indices into `pages` of the pages that this row writes to."""
-        if self.kind is RowKind.REPEAT:
-            return range(0)
-        return range(self.start // page_size, -(-(self.start + self.length) // page_size))
+        return range(0) if self.kind is RowKind.REPEAT else self.held_pages(page_size)
+
+    def held_pages(self, page_size: int) -> range:
+        """Return the indices of the request's pages, there or not, in which this row's tokens have
+        their places."""
+        return range(self.start // page_size, -(-self.end // page_size))
 
     def split_written(self, page_size: int) -> tuple[list[int], list[int]]:
         """Return the ids of the pages that this row writes to: first the pages in the window, then

@@ -16,7 +16,7 @@ class TargetRows:
 
     A query attends to encoded past pages and, causally, to a tail of full-precision pages. Rows
     write their tokens to the tail pool and find their tail there. The tail pool of verify rows is
-    the recent window; that of prefill rows is a scratch pool of num_scratch pages.
+    the recent window; that of prefill and repeat rows is a scratch pool of num_scratch pages.
 
     qo_indptr [N + 1], past_indptr [N + 1], past_pages, tail_indptr [N + 1], tail_slots, tail_lens
     [N]: int32; N is the number of rows, or of their parts where rows are split by page.
@@ -46,14 +46,16 @@ class TargetRows:
 
     @property
     def begins_pages(self) -> bool:
-        """True if all rows are prefill rows that start a page: a tail has only its row's tokens."""
+        """True if all rows have scratch pages and start a page: a tail has only its row's
+        tokens."""
         return self.num_scratch > 0 and len(self.fill_scratch) == 0
 
 
 def target_rows(
     plan: ForwardPlan, page_size: int, slot_of: Callable[[int], int], *, split_by_page: bool
 ) -> TargetRows:
-    """Return the indices of a plan whose rows are all PREFILL or all VERIFY, with pages on the CPU.
+    """Return the indices of a plan whose rows are all PREFILL, all REPEAT or all VERIFY, with pages
+    on the CPU. REPEAT rows cannot be split by page: pages that they fill are not encoded.
 
     slot_of: window slot of a page. split_by_page: for the int8 target. A token then sees its own
     page in full precision and every page before it at 8 bits, even pages that its own row fills.
@@ -80,29 +82,31 @@ class _Builder:
 
     def add(self, row: Row) -> None:
         size = self.size
-        written = row.written_pages(size)
+        written, held = row.written_pages(size), row.held_pages(size)
         ids = row.pages[written.start : written.stop].tolist()
-        if row.kind is RowKind.PREFILL:
-            places = list(range(self.num_scratch, self.num_scratch + len(ids)))
-            self.num_scratch += len(ids)
+        if row.kind is not RowKind.VERIFY:
+            assert not (self.split and row.kind is RowKind.REPEAT), "a repeat cannot be split"
+            places = list(range(self.num_scratch, self.num_scratch + len(held)))
+            self.num_scratch += len(held)
             if row.start % size:
-                self.fill.append((places[0], self.slot_of(ids[0])))
+                self.fill.append((places[0], self.slot_of(int(row.pages[held.start]))))
             self.keep += [
                 (place, self.slot_of(page))
-                for place, page, index in zip(places, ids, written, strict=True)
+                for place, page, index in zip(places[: len(ids)], ids, written, strict=True)
                 if index not in row.direct
             ]
         else:
             places = [self.slot_of(page) for page in ids]
         positions = torch.arange(row.start, row.end)
-        self.slots.append(torch.tensor(places)[positions // size - written.start])
+        self.slots.append(torch.tensor(places)[positions // size - held.start])
         self.offsets.append(positions % size)
         last = written.stop - 1
-        for place, page, index in zip(places, ids, written, strict=True):
+        # A repeat writes no pages.
+        for place, page, index in zip(places[: len(ids)], ids, written, strict=True):
             if index in row.direct or (self.split and index < last):
                 self.encode.append((place, page))
         if not self.split:
-            self._add_part(row, row.start, row.end, written.start, places)
+            self._add_part(row, row.start, row.end, held.start, places)
             return
         for place, index in zip(places, written, strict=True):
             begin, end = max(row.start, index * size), min(row.end, (index + 1) * size)

@@ -74,7 +74,7 @@ class DeviceAttention:
         return self.queries
 
     def show(self, observer: LayerObserver) -> None:
-        """Show an observer the PREFILL rows of all later forwards."""
+        """Show an observer the PREFILL and REPEAT rows of all later forwards."""
         self._observer = observer
 
     # Target
@@ -102,7 +102,7 @@ class DeviceAttention:
         for index, row in enumerate(plan.rows):
             span = slice(first, first + row.length)
             first += row.length
-            if row.kind is RowKind.PREFILL:
+            if row.kind in (RowKind.PREFILL, RowKind.REPEAT):
                 yield index, span, EarlierTokens(self.kv, row.pages, row.start)
 
     def laid_out(self, plan: ForwardPlan) -> AbstractContextManager[TargetRows]:

@@ -58,11 +58,13 @@ NGRAM = ("--kvspec-drafter=ngram", "--kvspec-ngram-always=true")
 # different lengths.
 SCORES = ("--kvspec-compressor=snapkv:window=16", "--kvspec-draft-budget=0.1")
 FREED = ("--kvspec-compressor=snapkv:window=16,keep_anchors=false", "--kvspec-draft-budget=0.1")
+# Prompts that are read a second time.
+REPEATS = ("--kvspec-compressor=kvzip", "--kvspec-draft-budget=0.1")
 # Residuals in host memory, in tiers and on links hold only what anchors do not tell. This needs KV
 # of 16 bits.
 PACKED = ("--kvspec-exact-residual=packed", HOSTED)
 ONLY_ON_GPU = ("packed hosted", "kept packed", "packed pair")
-# Anchors are not freed, and residuals not packed, on a GPU otherwise.
+# On a GPU no anchors are freed, no residuals packed and no prompts read twice otherwise.
 UNTESTED = {"SGLANG_KVSPEC_UNTESTED": "1"}
 UNEVEN_SCORES = ("--kvspec-compressor=random:heads=model", "--kvspec-draft-budget=0.3")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
@@ -234,6 +236,7 @@ class Fleet:
             "ngram int4": Spec((*NGRAM, INT4_WEIGHTS, ALWAYS_DRAFTS), environment=RETRACT),
             "scores": Spec((*SCORES, ALWAYS_DRAFTS, "--chunked-prefill-size=256")),
             "uneven scores": Spec((*UNEVEN_SCORES, ALWAYS_DRAFTS, HOSTED)),
+            "repeats": Spec((*REPEATS, ALWAYS_DRAFTS), None, UNTESTED),
             "freed": Spec((*FREED, ALWAYS_DRAFTS, "--chunked-prefill-size=256"), None, UNTESTED),
             "freed hosted": Spec(
                 (*FREED, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **RETRACT, **UNTESTED}

@@ -13,7 +13,7 @@ Same = Callable[..., None]
 
 lossless = pytest.mark.servers(
     *("exact", "pages", "int4 weights", "ngram", "ngram int4", "log4", "small chunks", "crowded"),
-    *("hosted", "packed hosted", "scores", "uneven scores", "freed", "freed hosted"),
+    *("hosted", "packed hosted", "scores", "uneven scores", "repeats", "freed", "freed hosted"),
 )
 
 
@@ -127,7 +127,7 @@ def test_anchors_that_drafts_do_not_read_are_freed(
     assert report["counters"]["accepted"] > 0
 
 
-@pytest.mark.servers("scores", "uneven scores", "freed", "freed hosted")
+@pytest.mark.servers("scores", "uneven scores", "repeats", "freed", "freed hosted")
 def test_drafts_read_the_pages_that_a_compressor_keeps(
     server: LiveServer, prompts: list[list[int]]
 ) -> None:

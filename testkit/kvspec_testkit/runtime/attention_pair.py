@@ -86,6 +86,14 @@ class AttentionPair:
         """Verify lengths[name] tokens of each request. Commit `accepted` of them, or all."""
         self._forward(self.verify_rows(lengths), lengths | (accepted or {}))
 
+    def repeat(self, **lengths: int) -> None:
+        """Run lengths[name] tokens behind the committed ones of each request, and store nothing."""
+        rows = {}
+        for name, length in lengths.items():
+            start = self.committed[name]
+            rows[name] = Row(RowKind.REPEAT, start, length, self.page_ids(name, start))
+        self._forward(rows, dict.fromkeys(rows, 0))
+
     def verify_rows(self, lengths: dict[str, int]) -> dict[str, Row]:
         """Return rows of lengths[name] tokens after the committed tokens of each request."""
         rows = {}

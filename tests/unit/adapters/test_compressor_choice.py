@@ -59,7 +59,6 @@ def test_any_other_value_stays(compressor):
     ("compressor", "what"),
     [
         ("snapkv:by=tokens", "snapkv chooses single tokens with by=tokens"),
-        ("kvzip", "kvzip reads prompts twice"),
         ("h2o", "h2o scores tokens again after each verification"),
     ],
 )
@@ -67,6 +66,13 @@ def test_a_gpu_refuses_what_only_a_cpu_does(compressor, what):
     config = KVSpecConfig(compressor=compressor)
     assert with_compressor(config, on_gpu=False) is config
     with pytest.raises(UnsupportedError, match=f"^--kvspec-compressor {what} and serves on a CPU"):
+        with_compressor(config, on_gpu=True)
+
+
+def test_a_gpu_reads_prompts_twice_at_the_target_exact_only():
+    config = KVSpecConfig(compressor="kvzip", target="int8")
+    assert with_compressor(config, on_gpu=False) is config
+    with pytest.raises(UnsupportedError, match="kvzip reads prompts twice at --kvspec-target int8"):
         with_compressor(config, on_gpu=True)
 
 
@@ -80,15 +86,25 @@ def test_auto_must_be_decided_before_it_is_used():
         _ = KVSpecConfig(compressor="auto").parsed_compressor
 
 
-def test_freed_anchors_were_not_tested_on_a_gpu(monkeypatch, caplog):
-    config = KVSpecConfig(compressor="snapkv:keep_anchors=false")
+@pytest.mark.parametrize(
+    ("compressor", "flag", "allowed"),
+    [
+        ("snapkv:keep_anchors=false", "snapkv with keep_anchors=false", "keep_anchors=true"),
+        ("kvzip", "kvzip", "methods that read prompts once, such as snapkv"),
+    ],
+)
+def test_what_was_not_tested_on_a_gpu_is_tried_where_that_is_asked_for(
+    monkeypatch, caplog, compressor, flag, allowed
+):
+    config = KVSpecConfig(compressor=compressor)
     assert with_compressor(config, on_gpu=False) is config
-    with pytest.raises(UnsupportedError, match=r"keep_anchors=false was not tested .*=true\)"):
+    refusal = rf"{flag} was not tested on a GPU and .* \(allowed on a GPU: {allowed}\)"
+    with pytest.raises(UnsupportedError, match=refusal):
         with_compressor(config, on_gpu=True)
     monkeypatch.setenv("SGLANG_KVSPEC_UNTESTED", "1")
     with caplog.at_level(logging.WARNING):
         assert with_compressor(config, on_gpu=True) is config
-    assert "snapkv with keep_anchors=false was not tested on a GPU" in caplog.text
+    assert f"{flag} was not tested on a GPU" in caplog.text
 
 
 @pytest.mark.parametrize("option", ["heads=same", "keep_anchors=false"])

@@ -93,6 +93,22 @@ def test_pages_that_were_away_read_as_before(pair, codec, target, packs):
     both.verify(b=2)
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["raw", "packed"])
+def test_repeats_read_the_target_and_store_nothing(pair, packs):
+    both = pair("uniform4", "exact", cache_pages=6, packs=packs)
+    both.prefill(a=3 * PAGE + 7)
+    both.prefill(b=2 * PAGE)
+    encoded, used = both.encoded("ab"), len(both.kv.window.slots)
+    # Longer than the pages of the request, from the middle of a page and from its start.
+    both.repeat(a=5 * PAGE)
+    both.repeat(b=PAGE + 3)
+    both.repeat(a=2)
+    assert (both.encoded("ab"), len(both.kv.window.slots)) == (encoded, used)
+    both.verify(a=3)
+    both.prefill(b=PAGE)
+    both.verify(b=2)
+
+
 def test_int8_has_slots_for_pages_that_a_verification_fills(pair):
     both = pair("uniform4", "int8", cache_pages=3)
     both.prefill(a=PAGE + 60)

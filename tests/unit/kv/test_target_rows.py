@@ -90,7 +90,7 @@ def pairs(*columns: torch.Tensor):
 
 @st.composite
 def forwards(draw: st.DrawFn) -> Forward:
-    kind = draw(st.sampled_from([RowKind.PREFILL, RowKind.VERIFY]))
+    kind = draw(st.sampled_from([RowKind.PREFILL, RowKind.VERIFY, RowKind.REPEAT]))
     size = draw(st.sampled_from([4, 16]))
     recent_pages = draw(st.integers(1, 3))
     num_rows = draw(st.integers(1, 4))
@@ -101,7 +101,9 @@ def forwards(draw: st.DrawFn) -> Forward:
     pages = iter(draw(st.permutations(range(1, sum(counts) + 1))))
     rows = []
     for (start, length), count in zip(extents, counts, strict=True):
-        ids = torch.tensor([next(pages) for _ in range(count)])
+        # A repeat has pages up to its start only.
+        last = -(-start // size) if kind is RowKind.REPEAT else count
+        ids = torch.tensor([next(pages) for _ in range(count)][:last], dtype=torch.int64)
         if kind is RowKind.PREFILL:
             row = prefill_row(start, length, ids, page_size=size, recent_pages=recent_pages)
         else:
@@ -114,8 +116,10 @@ def forwards(draw: st.DrawFn) -> Forward:
         for index in row.written_pages(size)
         if index not in row.direct
     ]
+    begun = [row for row in rows if kind is RowKind.REPEAT and row.start % size]
+    opened += [int(row.pages[row.start // size]) for row in begun]
     slots = dict(zip(opened, draw(st.permutations(range(len(opened) + 2))), strict=False))
-    return Forward(size, draw(st.booleans()), rows, slots)
+    return Forward(size, draw(st.booleans()) and kind is not RowKind.REPEAT, rows, slots)
 
 
 def run_of(indptr_, values, part):
@@ -144,12 +148,12 @@ def test_full_precision_covers_the_own_row_or_with_int8_the_own_page(forward):
     rows, size = forward.indices(), forward.size
     part = 0
     for row in forward.rows:
-        written = row.written_pages(size)
-        parts = list(written) if forward.split else [written.start]
+        held = row.held_pages(size)
+        parts = list(held) if forward.split else [held.start]
         for first in parts:
             past = run_of(rows.past_indptr, rows.past_pages, part)
             assert past == row.pages[:first].tolist()
-            num_tail = 1 if forward.split else len(written)
+            num_tail = 1 if forward.split else len(held)
             assert len(run_of(rows.tail_indptr, rows.tail_slots, part)) == num_tail
             assert size * (num_tail - 1) < int(rows.tail_lens[part]) <= size * num_tail
             part += 1
@@ -182,10 +186,14 @@ def test_exactly_the_pages_that_need_records_are_encoded(forward):
 def test_the_window_then_holds_every_open_page(forward):
     forward.remember()
     forward.run(forward.indices())
+    # A repeat leaves the page as it was.
     wanted = {
         (forward.slot_of_page[int(row.pages[p // forward.size])], p % forward.size): (request, p)
         for request, row in enumerate(forward.rows)
-        for p in range(row.start // forward.size * forward.size, row.end)
+        for p in range(
+            row.start // forward.size * forward.size,
+            row.start if row.kind is RowKind.REPEAT else row.end,
+        )
         if p // forward.size not in row.direct
     }
     assert forward.window == wanted
@@ -232,6 +240,20 @@ def test_a_prefill_by_hand():
     assert (rows.keep_scratch.tolist(), rows.keep_window.tolist()) == ([0, 3, 4], [3, 0, 1])
     assert (rows.encode_source.tolist(), rows.encode_pages.tolist()) == ([1, 2], [12, 13])
     assert (rows.past_pages.tolist(), rows.tail_lens.tolist()) == ([10], [17])
+
+
+def test_a_repeat_by_hand():
+    """Run 5 tokens behind 6 of a request, in pages of 4."""
+    row = Row(RowKind.REPEAT, 6, 5, torch.tensor([10, 11]))
+    rows = target_rows(ForwardPlan((row,)), 4, {11: 3}.__getitem__, split_by_page=False)
+    assert rows.token_slots.tolist() == [0, 0, 1, 1, 1]
+    assert rows.token_offsets.tolist() == [2, 3, 0, 1, 2]
+    assert (rows.fill_scratch.tolist(), rows.fill_window.tolist()) == ([0], [3])
+    assert len(rows.keep_scratch) == len(rows.encode_source) == 0
+    assert (rows.past_pages.tolist(), rows.tail_slots.tolist()) == ([10], [0, 1])
+    assert rows.tail_lens.tolist() == [7]
+    with pytest.raises(AssertionError, match="cannot be split"):
+        target_rows(ForwardPlan((row,)), 4, {11: 3}.__getitem__, split_by_page=True)
 
 
 @pytest.mark.parametrize("split", [False, True])
