@@ -117,8 +117,9 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             tokens += min(args.max_running_requests, MOST_PIGGYBACK)
         compressor = self._config.parsed_compressor
         if compressor is not None and make_scorer(compressor).needs.repeats:
-            # A forward that repeats a part of a prompt gives logits of all its tokens.
-            tokens = max(tokens, PIECE)
+            # A forward that repeats a part of a prompt gives logits of all its tokens, beside those
+            # of captured verifications.
+            tokens += PIECE
         itemsize = self._kvc.model_config.dtype.itemsize + torch.float32.itemsize
         logits_bytes = tokens * int(self._kvc.model_config.vocab_size) * itemsize
         buffer = 0

@@ -59,6 +59,9 @@ class Prefill:
             pages = [row.pages for row in rows]
             # Token ids tell nothing of prompts that came as embeddings.
             repeatable = [i for i in complete if states[i].remaining and _has_ids(batch.reqs[i])]
+            if repeatable:
+                # On a GPU, repeats read full pages from records only.
+                parts.pages.flush()
             self._repeats.run(RoundBatch(states, pages, batch.reqs, batch), repeatable)
         self._loop.score((i, states[i], rows[i].pages) for i in complete)
         parts.pages.flush()

@@ -272,9 +272,9 @@ class PackedStore:
         return self._buffers[buffer, : prod(shape)].view(*shape)
 
     def _has_much_v(self, pages: Sequence[int]) -> bool:
-        """Return True if V of the records that do not fit takes more than what is unpacked at
-        once."""
-        return sum(map(self._num_unfit, pages)) * self._packed.raw_v_bytes > AT_ONCE_BYTES
+        """Return True if V of the records that do not fit takes more memory than is kept for V on
+        its way."""
+        return sum(map(self._num_unfit, pages)) * self._packed.raw_v_bytes > AT_ONCE_BYTES // 4
 
     def _raw_v(self, stream: CopyStream, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return V of all records of these pages that do not fit, on the device, and the place of

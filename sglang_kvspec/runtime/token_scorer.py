@@ -40,11 +40,10 @@ class TokenScorer:
         *,
         frees_anchors: bool = False,
     ) -> None:
-        """kv: a GPU's takes no scorer that needs drafting, and one that needs repeats with the
-        target `exact` only. rotary: of the model; None
-        unless the scorer needs it. first_kv_head: number of the rank's first KV head among all of
-        the model. frees_anchors: free those of pages that drafts do not read; all heads must read
-        the same pages."""
+        """kv: a GPU's takes no scorer that needs drafting, and needs the target `exact` for one
+        that needs repeats. rotary: of the model; None unless the scorer needs it. first_kv_head:
+        number of the rank's first KV head among all of the model. frees_anchors: free those of
+        pages that drafts do not read; all heads must read the same pages."""
         self._kv, self._scorer, self._rotary = kv, scorer, rotary
         self._frees_anchors = frees_anchors
         self._first_kv_head = first_kv_head

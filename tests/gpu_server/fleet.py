@@ -236,7 +236,9 @@ class Fleet:
             "ngram int4": Spec((*NGRAM, INT4_WEIGHTS, ALWAYS_DRAFTS), environment=RETRACT),
             "scores": Spec((*SCORES, ALWAYS_DRAFTS, "--chunked-prefill-size=256")),
             "uneven scores": Spec((*UNEVEN_SCORES, ALWAYS_DRAFTS, HOSTED)),
-            "repeats": Spec((*REPEATS, ALWAYS_DRAFTS), None, UNTESTED),
+            "repeats": Spec(
+                (*REPEATS, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **UNTESTED}
+            ),
             "freed": Spec((*FREED, ALWAYS_DRAFTS, "--chunked-prefill-size=256"), None, UNTESTED),
             "freed hosted": Spec(
                 (*FREED, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **RETRACT, **UNTESTED}
