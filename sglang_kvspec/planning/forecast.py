@@ -200,7 +200,7 @@ class Deployment:
                 plain=num_pages * page.plain,
                 always=num_pages * page.anchor + window * page.plain,
                 residual=num_pages * page.residual,
-                packed=None if page.packed is None else num_pages * page.packed,
+                stored=num_pages * page.stored,
             ),
             costs=self.costs(pages_read, draft_weights),
             curve=curve,

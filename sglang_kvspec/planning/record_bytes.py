@@ -22,7 +22,8 @@ from sglang_kvspec.planning.model_shape import ModelShape
 # Packed records of a page for each that may not fit. On real models, less than 1 of 100 does not
 # fit (docs/benchmarks/exact-residual.md).
 RECORDS_A_SPARE = 20
-# Of a page's number of records that do not fit. Rows of a store start at multiples of this.
+# A row of a store has 16 bytes for the number of records that do not fit, so that all rows start at
+# multiples of that.
 COUNT_BYTES = 16
 
 

@@ -22,18 +22,13 @@ RELIEF = 1.25
 
 @dataclass(frozen=True, slots=True)
 class RequestBytes:
-    """KV bytes of one request on one rank. always: its anchors and its recent window. packed: of
-    its residuals in the packed form, if the host store holds them so, else None."""
+    """KV bytes of one request on one rank. always: its anchors and its recent window. stored: its
+    residuals in the host store. The link moves no more."""
 
     plain: float
     always: float
     residual: float
-    packed: float | None = None
-
-    @property
-    def stored(self) -> float:
-        """Bytes of the residuals in the host store. The link moves no more."""
-        return self.residual if self.packed is None else self.packed
+    stored: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from sglang_kvspec.planning.throughput import (
 
 GB = 1e9
 # c = 1/4: anchors of 1 GB, residuals of 3 GB.
-REQUEST = RequestBytes(plain=4 * GB, always=1 * GB, residual=3 * GB)
+REQUEST = RequestBytes(plain=4 * GB, always=1 * GB, residual=3 * GB, stored=3 * GB)
 
 
 def memory_bound(
@@ -49,9 +49,10 @@ def memory_bound(
         draft_kv_token_s=share * full_s,
         verify_kv_token_s=full_s,
     )
+    residual = (1 - share) * full_gb * GB
     return Setting(
         context_len=context_len,
-        request=RequestBytes(full_gb * GB, share * full_gb * GB, (1 - share) * full_gb * GB),
+        request=RequestBytes(full_gb * GB, share * full_gb * GB, residual, residual),
         costs=costs,
         curve=curve,
         kv_bytes=(hbm_gb - weights_gb) * GB,
@@ -97,7 +98,7 @@ def test_equations_10_and_11():
 def test_packed_residuals_take_less_of_link_and_store_and_some_of_the_gpu():
     raw = memory_bound(curve=AcceptanceCurve((3,), (2.4,)))
     packed = replace(
-        raw, request=replace(raw.request, packed=1.5 * GB), unpack_s=0.008, host_bytes=12 * GB
+        raw, request=replace(raw.request, stored=1.5 * GB), unpack_s=0.008, host_bytes=12 * GB
     )
     cycle = cycle_of(packed, 3, num_resident=6, num_fetching=2)
     # Two requests of 8 ms in four iterations.
@@ -155,7 +156,7 @@ class TestConcreteExample:
     def test_peak_memory_is_64_not_90_gb(self):
         # All 4 GB are reloaded, as in the example. held_bytes() counts a verification and a load at
         # once.
-        request = RequestBytes(plain=4 * GB, always=1 * GB, residual=4 * GB)
+        request = RequestBytes(plain=4 * GB, always=1 * GB, residual=4 * GB, stored=4 * GB)
         assert 64 * GB <= 50 * GB + held_bytes(request, 0, 10, 30) < 66 * GB
 
 
@@ -194,6 +195,7 @@ class TestFigure13:
 @st.composite
 def drawn_settings(draw):
     anchor = draw(st.floats(0.1, 3)) * GB
+    residual = draw(st.floats(0.1, 8)) * GB
     context_len = draw(st.integers(100, 500_000))
     kv_s = draw(st.floats(1e-10, 1e-6))
     costs = IterationCosts(
@@ -212,7 +214,8 @@ def drawn_settings(draw):
         request=RequestBytes(
             plain=draw(st.floats(0.5, 10)) * GB,
             always=anchor,
-            residual=draw(st.floats(0.1, 8)) * GB,
+            residual=residual,
+            stored=residual,
         ),
         costs=costs,
         curve=AcceptanceCurve.geometric(draw(st.floats(0, 1)), 12),
