@@ -194,20 +194,13 @@ def test_draft_weights_follow_new_weights(
 
 
 @pytest.mark.servers("packed hosted")
-def test_packed_residuals_come_from_host_memory(
-    server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
-) -> None:
-    same(server.ask(prompts, new_tokens, at_once=True), expected)
-    report = server.report()
-    pools = report["pools"]
+def test_residuals_are_packed_in_host_memory(server: LiveServer) -> None:
+    pools = server.report()["pools"]
     assert pools["residual_store_form"] == "packed"
     assert pools["bytes_per_token_stored"] < 0.6 * pools["bytes_per_token_residual"]
-    assert pools["residual_store_pages"] > pools["residual_cache_pages"]
-    assert report["bytes_fetched"] > 0
-    assert server.num_retractions > 0
 
 
-@pytest.mark.servers("hosted")
+@pytest.mark.servers("hosted", "packed hosted")
 def test_residuals_come_from_host_memory(
     server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
@@ -217,7 +210,7 @@ def test_residuals_come_from_host_memory(
     assert report["bytes_fetched"] > 0
 
 
-@pytest.mark.servers("crowded")
+@pytest.mark.servers("crowded", "packed hosted")
 def test_a_crowd_is_retracted(
     server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
