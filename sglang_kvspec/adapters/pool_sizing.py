@@ -122,17 +122,13 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
             tokens += PIECE
         itemsize = self._kvc.model_config.dtype.itemsize + torch.float32.itemsize
         logits_bytes = tokens * int(self._kvc.model_config.vocab_size) * itemsize
+        page = page_bytes_of(geometry_of(self._kvc), codec_of(self._kvc, self._config), on_gpu=True)
         buffer = 0
         if self._config.keeps_prefixes or args.disaggregation_mode != "null":
-            page = page_bytes_of(
-                geometry_of(self._kvc), codec_of(self._kvc, self._config), on_gpu=True
-            )
             buffer = buffer_bytes(max(page.anchor, page.residual))
             if self._config.transfer != "split":
                 buffer += CODEC_WORK * max(AT_ONCE_BYTES, page.plain)
         if self._config.packs_residuals and self._config.host_gb:
-            codec = codec_of(self._kvc, self._config)
-            page = page_bytes_of(geometry_of(self._kvc), codec, on_gpu=True)
             buffer += work_bytes(page.residual)
         return WORKSPACE_BYTES + logits_bytes + buffer + self._selection_bytes()
 
