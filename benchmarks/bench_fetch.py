@@ -59,9 +59,7 @@ class Link:
         self.page_bytes = self.cache.page(0).nbytes
         self._fetched = 0
         # Fills the store, and tells it which records do not fit.
-        pairs = [(page, page % CACHE_PAGES) for page in range(STORE_PAGES)]
-        self.copies.copy_out(pairs)
-        self.copies.settle(pairs)
+        self.put(STORE_PAGES)
         self.link_bytes = store.link_bytes(range(STORE_PAGES)) / STORE_PAGES
 
     def _packed_store(self, device: torch.device) -> PackedStore:
@@ -96,9 +94,9 @@ class Link:
             self.copies.fetch(pairs)
 
     def put(self, num_pages: int) -> None:
-        pairs = self._turns(num_pages)
-        self.copies.copy_out(pairs)
-        self.copies.settle(pairs)
+        slots = dict(self._turns(num_pages))
+        self.copies.copy_out(list(slots.items()))
+        self.copies.settle(slots, slots.__getitem__)
 
     def _turns(self, num_pages: int) -> list[tuple[int, int]]:
         turns = range(self._fetched, self._fetched + num_pages)

@@ -9,7 +9,7 @@ pages from the pinned memory, in one launch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from sglang_kvspec.kv.copy_streams import CopyStream, CopyStreams, Event
 from sglang_kvspec.kv.host_store import HostStore
@@ -72,14 +72,13 @@ class HostCopies:
         for event in _distinct(self._row_written.get(page) for page in pages):
             event.synchronize()
 
-    def settle(self, pairs: Iterable[Pair]) -> None:
+    def settle(self, pages: Iterable[int], slot_of: Callable[[int], int]) -> None:
         """Let the store take what it needs of pages before they lose their slots or are read. Block
-        the CPU until copies of pages that are still doubtful are done."""
-        slots = dict(pairs)
-        pages = self._store.doubtful(list(slots))
-        self.await_rows(pages)
-        stream = self._copy_streams.to_host
-        self._store.settle(stream, pages, [slots[page] for page in pages])
+        the CPU until copies of pages that are still doubtful are done. slot_of: of a doubtful
+        page."""
+        doubtful = self._store.doubtful(pages)
+        self.await_rows(doubtful)
+        self._store.settle(self._copy_streams.to_host, doubtful, list(map(slot_of, doubtful)))
 
     def take_fetch_times(self) -> list[tuple[int, float]]:
         """Return and forget (bytes, seconds) of finished fetches of whole pages. Do not wait."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -19,16 +19,6 @@ class HostStore(Protocol):
     streams. `slots` are cache slots, one for each of `pages`.
     """
 
-    @property
-    def form(self) -> str:
-        """Name of the form that residuals have."""
-        ...
-
-    @property
-    def num_unfit(self) -> int:
-        """Records of the stored pages that need more than a packed record has."""
-        ...
-
     def link_bytes(self, pages: Sequence[int]) -> int:
         """Return the bytes that get() moves over the link."""
         ...
@@ -37,7 +27,7 @@ class HostStore(Protocol):
         """Write pages of the cache to the store."""
         ...
 
-    def doubtful(self, pages: Sequence[int]) -> list[int]:
+    def doubtful(self, pages: Iterable[int]) -> list[int]:
         """Return the pages that settle() must be given, once their put() is done, before they lose
         their slot or are read."""
         ...
@@ -74,9 +64,6 @@ class HostStore(Protocol):
 class RawStore:
     """HostStore of records as they are in the cache."""
 
-    form = "raw"
-    num_unfit = 0
-
     def __init__(self, cache: RecordPool, rows: RecordPool) -> None:
         """cache, rows: by page."""
         self._cache, self._rows = cache, rows
@@ -87,7 +74,7 @@ class RawStore:
     def put(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
         stream.copy_pages(self._rows.pages, pages, self._cache.pages, slots)
 
-    def doubtful(self, pages: Sequence[int]) -> list[int]:
+    def doubtful(self, pages: Iterable[int]) -> list[int]:
         return []
 
     def settle(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:

@@ -93,7 +93,7 @@ class OffloadedResidualCache:
         Call while no page is in use."""
         assert not len(self.cache_slots), "warm_up() needs a cache without pages, a slot is in use"
         self._copies.copy_out([(1, 0)])
-        self._copies.settle([(1, 0)])
+        self._copies.settle([1], lambda page: 0)
         self._copies.main_waits(self._copies.fetch_by_layer([(1, 0)]))
         self.store.forget(1)
 
@@ -174,7 +174,8 @@ class OffloadedResidualCache:
 
     @property
     def num_unfit(self) -> int:
-        return self.store.num_unfit
+        assert self._packed_store is not None, "the store holds raw residuals"
+        return self._packed_store.num_unfit
 
     def read_packed(self, pages: Sequence[int]) -> PackedPages:
         assert self._packed_store is not None, "the store holds raw residuals"
@@ -199,11 +200,7 @@ class OffloadedResidualCache:
         without a residual."""
         self._pages.check_readable(pages)
         self._copies.await_rows(pages)
-        self._settle(pages)
-
-    def _settle(self, pages: Iterable[int]) -> None:
-        slots = self.cache_slots
-        self._copies.settle((page, slots.slot_of(page)) for page in pages if page in slots)
+        self._copies.settle(pages, self.cache_slots.slot_of)
 
     def place(self, pages: Iterable[int]) -> None:
         """Lend slots to pages that the next forward encodes and reads, but that may still change:
@@ -280,7 +277,7 @@ class OffloadedResidualCache:
 
     def evict(self, pages: Iterable[int]) -> None:
         pages = set(pages)
-        self._settle(pages)
+        self._copies.settle(pages, self.cache_slots.slot_of)
         self.table.advance_all(pages, ResidualState.STORED)
         for page in pages & self._arrivals.keys():
             del self._arrivals[page]

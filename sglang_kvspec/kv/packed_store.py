@@ -87,11 +87,8 @@ class PackedStore:
         self._more_v: dict[int, torch.Tensor] = {}
 
     @property
-    def form(self) -> str:
-        return self._packed.form
-
-    @property
     def num_unfit(self) -> int:
+        """Records of the settled pages that do not fit."""
         return sum(self._unfit.values())
 
     def link_bytes(self, pages: Sequence[int]) -> int:
@@ -131,7 +128,7 @@ class PackedStore:
             counts.view(torch.uint8)[:, None, None],
         )
 
-    def doubtful(self, pages: Sequence[int]) -> list[int]:
+    def doubtful(self, pages: Iterable[int]) -> list[int]:
         return [page for page in pages if page in self._doubtful]
 
     def settle(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
@@ -152,7 +149,7 @@ class PackedStore:
         page's raw residuals."""
         unfit = (~self._packed.fits(self._records.page(page))).flatten().nonzero()[:, 0]
         more = to_device(raw.device, unfit[self._num_spare :])
-        return self._packed.v_of(raw.flatten(0, 1)[more]).cpu().clone()
+        return self._packed.v_of(raw.flatten(0, 1))[more].cpu()
 
     def forget(self, page: int) -> None:
         self._doubtful.discard(page)
@@ -210,8 +207,8 @@ class PackedStore:
         stream.wait(link.mark())
         stream.reads(raw_v)
         with stream.current():
-            begins = to_device(self._device, first)
-            raw = self._unpack(self._anchors_of(pages), records, raw_v, begins)
+            ranks = self._ranks(records, to_device(self._device, first))
+            raw = self._unpack(self._anchors_of(pages), records, raw_v, ranks)
             self._cache.write_pages(self._index(slots), raw)
         self._unpacked[buffer] = stream.mark()
 
@@ -260,8 +257,9 @@ class PackedStore:
         stream.wait(link.mark())
         with stream.current():
             anchors = self._anchors().read(layer, pages)
-            raw = self._unpack(anchors[:, None], records[:, None], raw_v, first)
-            first += (~self._packed.fits(records)).sum(1)
+            ranks = self._ranks(records[:, None], first)
+            raw = self._unpack(anchors[:, None], records[:, None], raw_v, ranks)
+            first.copy_(ranks[:, -1])
             self._cache.write(layer, slots, raw[:, 0])
         self._unpacked[buffer] = stream.mark()
 
@@ -299,18 +297,22 @@ class PackedStore:
             stream.copy_pages(rows, targets, self._spare.pages.flatten(0, 2), sources)
         return rows, torch.tensor(first, dtype=torch.int64)
 
+    def _ranks(self, records: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """Return the row of V, counted from 1, of each record that does not fit: [N, layers *
+        num_kv_heads]. Others have that of the last one before them. records: of layers of pages.
+        first: [N], the rows before those of these layers."""
+        return first[:, None] + (~self._packed.fits(records)).flatten(1).cumsum(1)
+
     def _unpack(
         self,
         anchors: torch.Tensor,
         records: torch.Tensor,
         raw_v: torch.Tensor,
-        first: torch.Tensor,
+        ranks: torch.Tensor,
     ) -> torch.Tensor:
-        """Return raw residuals of layers of pages, [N, layers, num_kv_heads, record_bytes]. first:
-        [N], the rows of raw_v before those of these layers."""
-        flat = records.flatten(1, 2)
-        ranks = first[:, None] + (~self._packed.fits(flat)).cumsum(1)
-        raw = self._packed.unpack_records(anchors.flatten(1, 2), flat, raw_v, ranks)
+        """Return raw residuals of layers of pages, [N, layers, num_kv_heads, record_bytes]."""
+        flat = (anchors.flatten(1, 2), records.flatten(1, 2))
+        raw = self._packed.unpack_records(*flat, raw_v, ranks)
         return raw.view(*records.shape[:3], raw.shape[-1])
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
@@ -318,9 +320,9 @@ class PackedStore:
         for some in self._at_once(pages):
             packed = self.read_packed(some)
             counts = torch.tensor(list(map(self._num_unfit, some)))
+            ranks = self._ranks(packed.records, counts.cumsum(0) - counts)
             there = [
-                to_device(self._device, part)
-                for part in (packed.records, packed.raw_v, counts.cumsum(0) - counts)
+                to_device(self._device, part) for part in (packed.records, packed.raw_v, ranks)
             ]
             parts.append(self._unpack(self._anchors_of(some), *there).cpu())
         return torch.cat(parts)

@@ -122,7 +122,7 @@ class Residuals(Protocol):
 
     @property
     def packed(self) -> PackedRows | None:
-        """The same pages in the packed form; None if no store holds them so."""
+        """Return the same pages in the packed form, None if no store holds them so."""
 
     def missing(self, pages: Iterable[int]) -> list[int]:
         """Return the pages whose residual is in the store only, in the given order."""

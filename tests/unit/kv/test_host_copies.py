@@ -253,8 +253,9 @@ def test_pages_are_settled_once_they_were_copied():
     copies = HostCopies(store, streams.copy_streams)
     copies.copy_out([(0, 2), (1, 0)])
     copies.copy_out([(2, 1)])
-    copies.settle([(1, 0), (0, 2)])
+    slot_of = {0: 2, 1: 0, 2: 1}.__getitem__
+    copies.settle([1, 0], slot_of)
     assert store.settled == [1, 0]
     assert streams.to_host.num_left, "the copy of another page need not be done"
-    copies.settle([(1, 0), (2, 1)])
+    copies.settle([1, 2], slot_of)
     assert store.settled == [1, 0, 2]

@@ -220,7 +220,7 @@ def test_a_page_that_is_freed_before_it_was_settled(hosted):
 def test_what_a_row_has_no_room_for_must_be_taken_before_its_slot_goes(
     hosted, monkeypatch, by_layer
 ):
-    monkeypatch.setattr(HostCopies, "settle", lambda copies, pairs: None)
+    monkeypatch.setattr(HostCopies, "settle", lambda copies, pages, slot_of: None)
     caches = [hosted(), hosted()]
     for cache in caches:
         cache.encode(p1=RECORDS)
