@@ -13,8 +13,8 @@ Of several --releases, which must be of one commit, the last counts for each rel
 Figures: those of --releases, and those of --others named `compat.`. triton.draft.vs_flashinfer and
 triton.verifyN.vs_flashinfer (N new tokens a request): 16 requests of 32K tokens of the better
 codec, times as fast as FlashInfer on plain KV. triton.identity.answers and .mismatches: answers
-compared with drafting off. triton.tests.passed and .failed. triton.serve.POINT.SYSTEM: decode rate
-over that of plain SGLang.
+compared with drafting off. triton.tests.passed and .failed: each test once, of whatever runs.
+triton.serve.POINT.SYSTEM: decode rate over that of plain SGLang.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 ATTENTION = re.compile(rf"attn\.(draft|verify\d+)\.{MAIN}\.vs_flashinfer_bf16")
 SERVING = re.compile(r"serve\.(.+)\.vs_bf16")
 ANSWERS = re.compile(r"lossless\..+\.(answers|mismatches)")
-TESTS = re.compile(r"gpu_tests\.(passed|failed)")
 
 Row = Mapping[str, Any]
 
@@ -64,9 +63,8 @@ def main() -> None:
         if row["name"].startswith("compat.")
     ]
     figures += attention_figures(rows(args.attention))
-    reports = rows(args.answers)
-    figures += sums(reports, ANSWERS, "triton.identity", "answers")
-    figures += sums(reports, TESTS, "triton.tests", "tests")
+    figures += answers_figures(rows(args.answers))
+    figures += tests_figures(parts.read(name)["settings"]["outcomes"] for name in args.answers)
     figures += serving_figures(rows(args.serving))
     write_json(args.out, "compat", torch.device("cpu"), {"parts": parts.sources}, figures)
 
@@ -98,15 +96,31 @@ def serving_figures(rows: Iterable[Row]) -> list[Figure]:
     return [figure_of(row, f"triton.serve.{m[1]}") for row, m in found if m]
 
 
-def sums(rows: Iterable[Row], pattern: re.Pattern[str], head: str, unit: str) -> list[Figure]:
-    """Return the sums of counts, by what the pattern's group names. Counts of errors should be
-    0."""
+def answers_figures(rows: Iterable[Row]) -> list[Figure]:
+    """Return how many answers were compared, and how many of them differ."""
     totals: dict[str, int] = {}
     for row in rows:
-        if match := pattern.fullmatch(row["name"]):
+        if match := ANSWERS.fullmatch(row["name"]):
             totals[match[1]] = totals.get(match[1], 0) + row["value"]
+    return counts("triton.identity", totals, "answers", "mismatches")
+
+
+def tests_figures(outcomes: Iterable[Mapping[str, str]]) -> list[Figure]:
+    """Return how many tests passed and failed. outcomes: of each run, by test. A test of several
+    runs counts once, and as failed if one of them failed."""
+    kinds: dict[str, set[str]] = {}
+    for run in outcomes:
+        for name, outcome in run.items():
+            kinds.setdefault(name, set()).add(outcome)
+    failed = sum("failed" in found for found in kinds.values())
+    passed = sum("passed" in found and "failed" not in found for found in kinds.values())
+    return counts("triton.tests", {"passed": passed, "failed": failed}, "tests", "failed")
+
+
+def counts(head: str, totals: Mapping[str, int], unit: str, errors: str) -> list[Figure]:
+    """Return figures of counts. Those named `errors` should be 0."""
     return [
-        Figure(f"{head}.{kind}", total, unit, None, 0 if kind in ("mismatches", "failed") else None)
+        Figure(f"{head}.{kind}", total, unit, None, 0 if kind == errors else None)
         for kind, total in totals.items()
     ]
 

@@ -62,15 +62,20 @@ def test_answers_of_all_targets_and_reports_are_counted_together():
         row("lossless.exact.mismatches", 0),
         row("lossless.int8.answers", 40),
         row("lossless.int8.mismatches", 1),
-        row("gpu_tests.passed", 60),
-        row("gpu_tests.failed", 1),
-        row("gpu_tests.passed", 10),
     ]
-    found = collect_compat.sums(rows, collect_compat.ANSWERS, "triton.identity", "answers")
+    found = collect_compat.answers_figures(rows)
     assert values(found) == {"triton.identity.answers": 140, "triton.identity.mismatches": 1}
     assert [each.baseline for each in found] == [None, 0]
-    tests = collect_compat.sums(rows, collect_compat.TESTS, "triton.tests", "tests")
-    assert values(tests) == {"triton.tests.passed": 70, "triton.tests.failed": 1}
+
+
+def test_a_test_of_several_runs_counts_once():
+    runs = [
+        {"a": "passed", "b": "failed", "c": "skipped"},
+        {"a": "passed", "b": "passed", "d": "passed"},
+    ]
+    found = collect_compat.tests_figures(runs)
+    assert values(found) == {"triton.tests.passed": 2, "triton.tests.failed": 1}
+    assert [each.baseline for each in found] == [None, 0]
 
 
 def test_rates_are_those_over_plain_sglang():
