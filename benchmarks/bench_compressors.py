@@ -8,12 +8,15 @@ one pass of scores serve all methods of a batch of prompts.
 usage: python benchmarks/bench_compressors.py [MODEL] --out benchmarks/results/compressors_NAME.json
            [--length 16384] [--prompts 24] [--batch 24] [--by pages]
            [--scorers random snapkv:window=64 kvzap:file=PATH ...]
-           [--codecs plain uniform4:4 uniform4:2] [--alone log4:4 ...] [--budgets 0.05 0.1 0.2 0.5]
+           [--codecs plain uniform4:4 uniform4:2] [--alone log4:4 kvquant:3:before_rotary ...]
+           [--budgets 0.05 0.1 0.2 0.5]
 
 --scorers: default every registered scorer that needs no file. kvzap reads a file of
 train_kvzap.py, duo one of calibrate_duo.py. --codecs: what every scorer is read through. --alone:
-codecs whose anchors drafts read whole; default all. The result is written after each batch of
-prompts; large batches are fastest. collect_compressors.py puts runs together.
+codecs whose anchors drafts read whole; default all. before_rotary: K is encoded in front of the
+rotary embedding, as KVQuant does; no server can, as pages do not know their positions. The result
+is written after each batch of prompts; large batches are fastest. collect_compressors.py puts runs
+together.
 
 Figures of each method, `compressors.SCORER.CODEC.BUDGETpct` or `compressors.all.CODEC`:
 accepted (of --draft-len; the baseline reads all tokens of the same codec), vs_dense (ratio to that
@@ -30,7 +33,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from acceptance import report
-from acceptance.drafting import TargetRun, decoded_run, in_parts
+from acceptance.drafting import TargetRun, before_rotary, decoded_run, in_parts
 from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
 from acceptance.rounds import DraftCaches, Rounds, run_rounds
@@ -104,10 +107,15 @@ def parser_of(description: str) -> argparse.ArgumentParser:
         "--codecs",
         nargs="*",
         default=[PLAIN, DENSE4, "uniform4:2"],
-        metavar="CODEC[:BITS]",
+        metavar="CODEC[:BITS][:before_rotary]",
         help=f"what scorers are read through; {PLAIN}: the model's own KV",
     )
-    add("--alone", nargs="*", metavar="CODEC[:BITS]", help="codecs without a scorer; default: all")
+    add(
+        "--alone",
+        nargs="*",
+        metavar="CODEC[:BITS][:before_rotary]",
+        help="codecs without a scorer; default: all",
+    )
     add("--budgets", nargs="+", type=float, default=[0.05, 0.1, 0.2, 0.5], help="shares to read")
     add("--by", choices=UNITS, default="pages", help="units in which drafts read")
     return parser
@@ -180,7 +188,11 @@ class Study:
     ) -> Iterator[tuple[Method, list[Rounds]]]:
         """Yield the rounds of all methods with the same anchors."""
         model, args = self._model, self._args
-        caches = DraftCaches(run, in_parts(anchors.page_map, PAGES_AT_ONCE), PAGE_SIZE)
+        page_map = in_parts(anchors.page_map, PAGES_AT_ONCE)
+        if anchors.is_before_rotary:
+            num_pages = (run.prompt_len + run.steps) // PAGE_SIZE
+            page_map = before_rotary(page_map, model, num_pages)
+        caches = DraftCaches(run, page_map, PAGE_SIZE)
         rounds = run_rounds(model, run, caches, AllReads(model, run), args.draft_len)
         yield Method(ALL_TOKENS, anchors.label, 1.0), rounds
         if anchors.label not in [each.label for each in self.composed]:

@@ -9,6 +9,7 @@ import torch
 
 from acceptance.model import LayerCache, Llama, Prefilled, attend
 from sglang_kvspec.codecs import Codec
+from sglang_kvspec.scorers.base import Rotary
 
 # Maps exact (k, v) pages [N, page_size, heads, head_dim] to decoded ones.
 PageMap = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -43,6 +44,20 @@ def through_anchor(codec: Codec) -> PageMap:
 def through_target(codec: Codec) -> PageMap:
     """Return a map from exact pages to pages as a verification reads them."""
     return lambda k, v: codec.decode_target(*codec.encode(k, v))
+
+
+def before_rotary(page_map: PageMap, rotary: Rotary, num_pages: int) -> PageMap:
+    """Return a map of pages as they are, which maps K as it is in front of the rotary embedding.
+    num_pages: of each request, from its first token on, request by request."""
+
+    def mapped(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = num_pages * k.shape[1]
+        positions = torch.arange(len(k) * k.shape[1], device=k.device) % tokens
+        flat = rotary.unrotate(k.flatten(0, 1), positions).view_as(k)
+        flat, v = page_map(flat, v)
+        return rotary.rotate(flat.flatten(0, 1), positions).view_as(k), v
+
+    return mapped
 
 
 def in_parts(page_map: PageMap, pages: int) -> PageMap:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from compressors.names import DENSE4_LABEL, PLAIN, Method
+from compressors.names import BEFORE_ROTARY, DENSE4_LABEL, PLAIN, Method
 from compressors.points import Point
 from sglang_kvspec.core.seams import SCORERS
 from sglang_kvspec.planning.compressor_choice import ALL_TOKENS, Measured
@@ -19,8 +19,8 @@ FRACTION_DIGITS = {"accepted": 2, "vs_dense4": 3, "bytes_vs_dense4": 3}
 
 
 def measured_of(places: Mapping[str, list[Point]]) -> list[Measured]:
-    """Return scorers with their default options over anchors of 4 bits, and codecs alone, that were
-    measured at every place."""
+    """Return scorers with their default options over anchors of 4 bits, and codecs that serve,
+    alone, that were measured at every place."""
     by_method: dict[Method, list[Point]] = {}
     for points in places.values():
         for point in points:
@@ -51,7 +51,7 @@ def source_of(places: Mapping[str, list[Point]], draft_len: int) -> str:
 
 def _is_plain(method: Method) -> bool:
     if method.scorer == ALL_TOKENS:
-        return method.anchors != PLAIN
+        return method.anchors != PLAIN and BEFORE_ROTARY not in method.anchors
     return method.anchors == DENSE4_LABEL and method.scorer in SCORERS.names()
 
 

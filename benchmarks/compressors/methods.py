@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from acceptance.drafting import PageMap, through_anchor
 
-from compressors.names import PLAIN
+from compressors.names import BEFORE_ROTARY, PLAIN
 from kvspec_kernels.formats import FormatError
 from sglang_kvspec.codecs import find_codec, make_codec
 from sglang_kvspec.core.compressor import Allocation, Unit, parse_compressor
@@ -24,6 +25,8 @@ PAGE_SIZE = 64
 UNITS: Mapping[Unit, int] = {"pages": PAGE_SIZE, "tokens": 1}
 # dtype of the KV whose bytes are counted. Acceptance is measured in fp32.
 PLAIN_BYTES = 2
+# Codecs whose papers encode K in front of the rotary embedding.
+PUBLISHED_BEFORE_ROTARY = ("kvquant",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,14 @@ class Anchors:
 
     text: as --codecs names it. label: the name in figures. page_map: of exact pages. page_bytes: of
     K and V of a page and KV head, by head size, counted with the model's own KV in 16 bits.
+    is_before_rotary: page_map takes and gives K as it is in front of the rotary embedding.
     """
 
     text: str
     label: str
     page_map: PageMap
     page_bytes: Callable[[int], int]
+    is_before_rotary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +57,16 @@ class Chooser:
 
 
 def anchors_of(text: str, head_dim: int) -> Anchors:
-    """Return the anchors that `plain` or CODEC[:BITS] names. Raises ConfigError for a codec or a
-    number of bits that does not exist, and for sizes that the codec does not take."""
+    """Return the anchors that `plain` or CODEC[:BITS][:before_rotary] names. Raises ConfigError for
+    a codec or a number of bits that does not exist, and for sizes that the codec does not take."""
     if text == PLAIN:
         return Anchors(text, PLAIN, lambda k, v: (k, v), _plain_page_bytes)
-    name, _, bits = text.partition(":")
+    codec_text = text.removesuffix(f":{BEFORE_ROTARY}")
+    is_before_rotary = codec_text != text
+    name, _, bits = codec_text.partition(":")
     if bits and not bits.isdecimal():
-        raise ConfigError(f"--codecs must be {PLAIN} or CODEC[:BITS], got {text!r}")
+        forms = f"{PLAIN} or CODEC[:BITS][:{BEFORE_ROTARY}]"
+        raise ConfigError(f"--codecs must be {forms}, got {text!r}")
     chosen = int(bits) if bits else find_codec(name).bit_choices[0]
 
     def codec_of(size: int, dtype: torch.dtype):  # type: ignore[no-untyped-def]
@@ -73,9 +81,10 @@ def anchors_of(text: str, head_dim: int) -> Anchors:
 
     return Anchors(
         text,
-        f"{name}_{chosen}bit",
+        f"{name}_{BEFORE_ROTARY}_{chosen}bit" if is_before_rotary else f"{name}_{chosen}bit",
         through_anchor(codec_of(head_dim, torch.float32)),
         lambda size: codec_of(size, torch.bfloat16).anchor_bytes,
+        is_before_rotary,
     )
 
 
@@ -84,12 +93,14 @@ def _plain_page_bytes(head_dim: int) -> int:
 
 
 def all_anchors(head_dim: int) -> tuple[list[Anchors], dict[str, str]]:
-    """Return the anchors of every registered codec with each number of bits, and why others cannot
-    be made for this head size, by text."""
+    """Return the anchors of every registered codec with each number of bits, also in front of the
+    rotary embedding if that is how they were published, and why others cannot be made for this head
+    size, by text."""
     found, refused = [], {}
     for name in CODECS.names():
-        for bits in find_codec(name).bit_choices:
-            text = f"{name}:{bits}"
+        ends = ("", f":{BEFORE_ROTARY}") if name in PUBLISHED_BEFORE_ROTARY else ("",)
+        for bits, end in product(find_codec(name).bit_choices, ends):
+            text = f"{name}:{bits}{end}"
             try:
                 found.append(anchors_of(text, head_dim))
             except (ConfigError, FormatError) as error:

@@ -8,6 +8,8 @@ from sglang_kvspec.planning.compressor_choice import ALL_TOKENS
 
 # Drafts that read the model's own KV.
 PLAIN = "plain"
+# In a label of anchors: K is encoded in front of the rotary embedding, which no server does.
+BEFORE_ROTARY = "before_rotary"
 # Anchors that all methods are compared with, as --codecs and figures name them.
 DENSE4, DENSE4_LABEL = "uniform4:4", "uniform4_4bit"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressors.names import ALL_TOKENS, PLAIN, Method
+from compressors.names import ALL_TOKENS, BEFORE_ROTARY, PLAIN, Method
 from sglang_kvspec.planning.compressor_choice import LEAST_ACCEPTED
 
 # Figures of a method that results of several runs keep.
@@ -98,12 +98,13 @@ def cheapest_everywhere(places: Iterable[Sequence[Point]]) -> tuple[Method, floa
 
 
 def names_of(points: Iterable[Point]) -> set[str]:
-    """Return the scorers and the codecs of some methods, without numbers of bits. Methods that
-    differ in options count once a label."""
+    """Return the scorers and the codecs of some methods, without numbers of bits, before or behind
+    the rotary embedding. Scorers that differ in options count once a label."""
     found = set()
     for point in points:
         found.add(point.method.scorer)
-        found.add(point.method.anchors.rpartition("_")[0] or point.method.anchors)
+        codec = point.method.anchors.rpartition("_")[0] or point.method.anchors
+        found.add(codec.removesuffix(f"_{BEFORE_ROTARY}"))
     return found - {ALL_TOKENS, PLAIN}
 
 

@@ -17,7 +17,7 @@ Deviations from the paper:
 - The first token of a request has no more bits than others, because an encoder knows no positions.
 - **K is encoded behind the rotary embedding.** The paper encodes it in front, where channels are
   more alike over time. An encoder knows neither positions nor the model's rotary table: pages are
-  named by their id only. decode_before_rotary shows what a draft would read.
+  named by their id only. benchmarks/bench_compressors.py measures both.
 """
 
 from __future__ import annotations
@@ -88,45 +88,6 @@ def decode_anchor(
         return rows.to_pages(values, dtype)
 
     return part(0, "k"), part(1, "v")
-
-
-def decode_before_rotary(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    settings: KVQuantSettings,
-    layout: RecordLayout,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    in_halves: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return pages k, v [N, P, H, D] as drafts would read them if K were encoded before the rotary
-    embedding, as in the paper: K is rotated back, encoded, decoded and rotated again.
-
-    cos_sin: [num_positions, rotary_dim] fp32, the cosines and then the sines of each position's
-    angles; channels from rotary_dim on are not rotated. positions: [N, P]. in_halves: channel i
-    is rotated with channel i + rotary_dim / 2; otherwise neighbours are rotated with each other.
-    """
-    cos, sin = cos_sin[positions][:, :, None].chunk(2, dim=-1)
-    flat = _turned(k.float(), cos, -sin, in_halves)
-    anchors, _ = encode(flat, v, settings, layout)
-    flat, draft_v = decode_anchor(anchors, settings, layout, torch.float32)
-    return _turned(flat, cos, sin, in_halves).to(k.dtype), draft_v.to(v.dtype)
-
-
-def _turned(
-    values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_halves: bool
-) -> torch.Tensor:
-    """Return values [N, P, H, D] with pairs of channels turned. cos, sin: [N, P, 1, pairs]."""
-    rotary_dim = 2 * cos.shape[-1]
-    turned, rest = values[..., :rotary_dim], values[..., rotary_dim:]
-    if in_halves:
-        first, second = turned.chunk(2, dim=-1)
-    else:
-        first, second = turned[..., ::2], turned[..., 1::2]
-    pair = (first * cos - second * sin, second * cos + first * sin)
-    joined = torch.cat(pair, -1) if in_halves else torch.stack(pair, -1).flatten(-2)
-    return torch.cat((joined, rest), -1)
 
 
 def _outliers(values: torch.Tensor, dim: int, count: int) -> torch.Tensor:

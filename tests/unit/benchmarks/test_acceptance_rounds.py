@@ -9,7 +9,13 @@ import pytest
 import torch
 from acceptance.confidence import log_odds_and_lead, read_digits, write_digits
 from acceptance.draft_weights import with_projection
-from acceptance.drafting import accepted_lengths, draft_cache, target_run, through_anchor
+from acceptance.drafting import (
+    accepted_lengths,
+    before_rotary,
+    draft_cache,
+    target_run,
+    through_anchor,
+)
 from acceptance.model import Llama
 from acceptance.prompts import cut_prompts
 from acceptance.rounds import DraftCaches, run_rounds, run_rounds_at_every_token
@@ -57,6 +63,26 @@ def test_the_first_round_is_that_of_a_single_draft(model, run):
     single = accepted_lengths(model, run, draft_cache(run, page_map, SIZE))
     found = rounds_of(model, run, page_map, "all")
     assert [each.accepted[0] for each in found] == single.clamp_max(DRAFT_LEN).tolist()
+
+
+def test_keys_are_mapped_as_they_are_in_front_of_the_rotary_embedding(model):
+    requests, num_pages, heads, dim = 2, 3, 2, model.shape.head_dim
+    shape = (requests, num_pages * SIZE, heads, dim)
+    flat, v = torch.randn(2, *shape)
+    positions = torch.arange(num_pages * SIZE)
+    k = torch.stack([model.rotate(each, positions) for each in flat])
+    pages = [part.reshape(-1, SIZE, heads, dim) for part in (k, v, flat)]
+    seen = []
+
+    def doubled(k, v):
+        seen.append(k)
+        return 2 * k, v + 1
+
+    mapped = before_rotary(doubled, model, num_pages)(*pages[:2])
+    # A turn there and back errs by a few roundings of fp32.
+    torch.testing.assert_close(seen[0], pages[2], atol=1e-5, rtol=0)
+    torch.testing.assert_close(mapped[0], 2 * pages[0], atol=1e-5, rtol=0)
+    assert torch.equal(mapped[1], pages[1] + 1)
 
 
 def test_a_view_reads_its_share_and_drafts_otherwise(model, run):

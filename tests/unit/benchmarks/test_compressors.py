@@ -109,6 +109,8 @@ def test_anchors_are_named_by_codec_and_bits():
     assert anchors_of("uniform4", 64).label == DENSE4_LABEL
     assert anchors_of(PLAIN, 64).page_bytes(64) == 2 * 64 * 64 * 2
     found, refused = all_anchors(64)
+    whole = [each.label for each in found if each.is_before_rotary]
+    assert whole == [f"kvquant_before_rotary_{bits}bit" for bits in (3, 2, 4)]
     assert {each.text.split(":")[0] for each in found} | {
         text.split(":")[0] for text in refused
     } == set(CODECS.names())
@@ -211,6 +213,10 @@ def test_the_best_method_keeps_nine_tenths_at_every_place():
     assert values["compressors.one.best.bytes_vs_dense4"] == 0.1
     # Three scorers, and one codec with any number of bits.
     assert values["compressors.methods"] == 4
+    ways = [
+        point("all", f"kvquant{way}_2bit", 1.0, 0.6, 9.0, 0.8) for way in ("", "_before_rotary")
+    ]
+    assert summary({"one": FEW + ways})[0][0].value == 5
 
 
 def test_points_are_read_back_from_figures():
@@ -242,7 +248,8 @@ def test_a_run_records_every_method(tmp_path, monkeypatch):
     model = Path(__file__).resolve().parents[3] / "models" / "demo-5m"
     out = tmp_path / "run.json"
     text = f"bench {model} --out {out} --length 128 --prompts 3 --batch 2 --new-tokens 9"
-    text += " --draft-len 4 --budgets 0.5 1 --codecs uniform4:2 --alone --scorers random:seed=1"
+    text += " --draft-len 4 --budgets 0.5 1 --codecs uniform4:2 --scorers random:seed=1"
+    text += " --alone kvquant:2 kvquant:2:before_rotary"
     monkeypatch.setattr("sys.argv", text.split())
     bench_compressors.main()
     result = json.loads(out.read_text(encoding="utf-8"))
@@ -251,11 +258,14 @@ def test_a_run_records_every_method(tmp_path, monkeypatch):
         "all.uniform4_4bit",
         "all.uniform4_2bit",
         *names,
+        "all.kvquant_2bit",
+        "all.kvquant_before_rotary_2bit",
     ]
     assert all(len(requests) == 3 for requests in result["settings"]["raw"].values())
     assert result["settings"]["prompts"] == 3
     raw = result["settings"]["raw"]
     assert raw[names[1]] == raw["all.uniform4_2bit"]
+    assert raw["all.kvquant_2bit"] != raw["all.kvquant_before_rotary_2bit"]
     found = points_of(result["figures"], "compressors.")
     assert [p.method.name for p in found] == list(raw)
     settings = result["settings"]["scorers"]["random_seed_1"]
@@ -282,10 +292,12 @@ def test_the_package_knows_default_scorers_and_whole_codecs_of_every_place():
     everywhere = [
         Method("snapkv", DENSE4_LABEL, 0.1),
         Method("all", "kivi_2bit", 1.0),
-        # Neither default options, nor the model's own KV, nor other anchors.
+        # Neither default options, nor the model's own KV, nor other anchors, nor what only a study
+        # encodes.
         Method("snapkv_by_tokens", DENSE4_LABEL, 0.1),
         Method("all", PLAIN, 1.0),
         Method("snapkv", "uniform4_2bit", 0.1),
+        Method("all", "kvquant_before_rotary_2bit", 1.0),
     ]
     found = measured_of(
         {"a": points(*everywhere, Method("tova", DENSE4_LABEL, 0.1)), "b": points(*everywhere)}

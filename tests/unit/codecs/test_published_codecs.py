@@ -250,25 +250,6 @@ def test_fitted_levels_err_less_than_a_uniform_grid():
     assert errors[0] < 0.8 * errors[1]
 
 
-@pytest.mark.parametrize("in_halves", [True, False])
-def test_keys_before_the_rotary_embedding_are_encoded_as_such(pages, in_halves):
-    """K of equal channels: constant before the embedding, so that levels are exact there."""
-    settings = KVQuantSettings()
-    layout = anchor_layout(settings, P, D)
-    angles = torch.arange(1000)[:, None] * 10000 ** -(torch.arange(0, 32, 2) / 32)
-    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
-    positions = torch.stack((torch.arange(P), torch.arange(512, 512 + P)))
-    flat = torch.randn(2, 1, 1, D).bfloat16().float().expand(2, P, 1, D)
-    cos, sin = cos_sin[positions][:, :, None].chunk(2, -1)
-    k = kvquant._turned(flat, cos, sin, in_halves)
-    assert not torch.equal(k[:, 0], k[:, 1])
-    drafts = kvquant.decode_before_rotary(
-        k, k, settings, layout, cos_sin, positions, in_halves=in_halves
-    )
-    torch.testing.assert_close(drafts[0], k, atol=2e-2, rtol=0)
-    assert (drafts[1] - k).abs().max() > 0.1
-
-
 def test_places_beyond_fifteen_bits_come_back():
     settings = KVQuantSettings()
     x = torch.randn(1, 256, 1, 256)
