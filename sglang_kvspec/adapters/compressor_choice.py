@@ -27,8 +27,11 @@ def with_compressor(config: KVSpecConfig, *, on_gpu: bool) -> KVSpecConfig:
         return config
     if config.compressor != AUTO_COMPRESSOR:
         _check_served(config.compressor, config.target, on_gpu=on_gpu)
-        for flag, allowed in _untested(config.compressor) if on_gpu else ():
-            check_untested(flag, allowed)
+        if on_gpu and _is_untested(config.compressor):
+            name = parse_compressor(config.compressor).name
+            check_untested(
+                f"--kvspec-compressor {name}", "methods that read prompts once, such as snapkv"
+            )
         return config
     chosen = next(
         each for each in best_first(MEASURED) if _serves(each.scorer, config.target, on_gpu=on_gpu)
@@ -72,15 +75,9 @@ def _check_served(text: str, target: Target, *, on_gpu: bool) -> None:
             )
 
 
-def _untested(text: str) -> list[tuple[str, str]]:
-    """Return what no GPU server was tested with: flags, and what is allowed in their place."""
-    compressor = parse_compressor(text)
-    flag, found = f"--kvspec-compressor {compressor.name}", []
-    if not compressor.keep_anchors:
-        found.append((f"{flag} with keep_anchors=false", "keep_anchors=true"))
-    if make_scorer(compressor).needs.repeats:
-        found.append((flag, "methods that read prompts once, such as snapkv"))
-    return found
+def _is_untested(text: str) -> bool:
+    """Return whether no GPU server was tested with a compressor."""
+    return make_scorer(parse_compressor(text)).needs.repeats
 
 
 def _serves(name: str, target: Target, *, on_gpu: bool) -> bool:
@@ -89,4 +86,4 @@ def _serves(name: str, target: Target, *, on_gpu: bool) -> bool:
         _check_served(name, target, on_gpu=on_gpu)
     except (ConfigError, UnsupportedError):
         return False
-    return not (on_gpu and _untested(name))
+    return not (on_gpu and _is_untested(name))

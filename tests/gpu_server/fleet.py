@@ -239,9 +239,9 @@ class Fleet:
             "repeats": Spec(
                 (*REPEATS, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **UNTESTED}
             ),
-            "freed": Spec((*FREED, ALWAYS_DRAFTS, "--chunked-prefill-size=256"), None, UNTESTED),
+            "freed": Spec((*FREED, ALWAYS_DRAFTS, "--chunked-prefill-size=256")),
             "freed hosted": Spec(
-                (*FREED, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **RETRACT, **UNTESTED}
+                (*FREED, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **RETRACT}
             ),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
