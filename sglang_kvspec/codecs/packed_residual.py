@@ -130,6 +130,34 @@ class PackedResidual:
             residual[some] = exact.encode(*pages, self.raw_layout)
         return residual
 
+    def unpack_into(
+        self,
+        raw: torch.Tensor,
+        raw_rows: torch.Tensor,
+        anchors: torch.Tensor,
+        anchor_rows: torch.Tensor,
+        records: torch.Tensor,
+        raw_v: torch.Tensor,
+        ranks: torch.Tensor,
+    ) -> None:
+        """Set raw[raw_rows[i]] to unpack_records() of records[i] beside anchors[anchor_rows[i]], in
+        place. Do not wait for the device.
+
+        raw, anchors, records: [T], [S] and [N] pages of [layers, num_kv_heads, bytes] uint8.
+        raw_rows, anchor_rows: [N] int64. ranks: [N, layers, num_kv_heads] int64.
+        """
+        if records.is_cuda:
+            self._unpack_into_by_kernel(raw, raw_rows, anchors, anchor_rows, records, raw_v, ranks)
+            return
+        flat = (anchors[anchor_rows].flatten(1, 2), records.flatten(1, 2))
+        there = self.unpack_records(*flat, raw_v, ranks.flatten(1, 2))
+        raw[raw_rows] = there.view(*records.shape[:3], -1)
+
+    def _unpack_into_by_kernel(self, *tensors: torch.Tensor) -> None:
+        from kvspec_kernels.ops.packed_exact import unpack_into
+
+        unpack_into(*tensors, self.anchor_layout, self.layout)
+
     def _pack_by_kernel(
         self, anchor: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ the link does not wait for kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import TypeVar
@@ -24,8 +25,8 @@ from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.kv.copy_streams import CopyStream, Event
 from sglang_kvspec.kv.packed_pages import PackedPages
 from sglang_kvspec.kv.record_pool import RecordPool
-from sglang_kvspec.kv.transfers import send_into, to_device
-from sglang_kvspec.planning.record_bytes import COUNT_BYTES, spare_rows
+from sglang_kvspec.kv.transfers import send_into, sent_together, to_device
+from sglang_kvspec.planning.record_bytes import spare_rows
 
 T = TypeVar("T")
 
@@ -34,10 +35,23 @@ AT_ONCE_BYTES = 64 << 20
 
 
 def work_bytes(raw_page_bytes: int) -> int:
-    """Return the device memory that this takes: in each of three streams raw residuals, their
-    anchors and packed records, and V of those that do not fit, together less than 2.6 times
-    AT_ONCE_BYTES or a page, and two buffers."""
-    return 9 * max(AT_ONCE_BYTES, raw_page_bytes)
+    """Return the device memory that this takes: in each of two streams raw residuals, their anchors
+    and packed records, and V of those that do not fit, together less than 2.6 times AT_ONCE_BYTES
+    or a page; and in the stream of fetches two buffers and V, together less than 1.6 times."""
+    return 7 * max(AT_ONCE_BYTES, raw_page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """Pages on their way to the cache, on the device. slots, pages, numbers: [N] int64, the last
+    from 0 on. ranks: [N, num_layers, num_kv_heads] int32, the row of raw_v of each record that does
+    not fit, counted from 1."""
+
+    slots: torch.Tensor
+    pages: torch.Tensor
+    numbers: torch.Tensor
+    ranks: torch.Tensor
+    raw_v: torch.Tensor
 
 
 class PackedStore:
@@ -61,14 +75,12 @@ class PackedStore:
         self._num_records = layers * heads
         self._num_spare = spare_rows(self._num_records)
         cpu = torch.device("cpu")
-        shapes = (
-            (layers, heads, packed.record_bytes),
-            (1, self._num_spare, packed.raw_v_bytes),
-            (1, 1, COUNT_BYTES),
-        )
-        self._records, self._spare, self._counts = (
+        self._records, self._spare = (
             RecordPool(num_layers, num_rows, num_heads, num_bytes, cpu, pinned=pinned, by_page=True)
-            for num_layers, num_heads, num_bytes in shapes
+            for num_layers, num_heads, num_bytes in (
+                (layers, heads, packed.record_bytes),
+                (1, self._num_spare, packed.raw_v_bytes),
+            )
         )
         # Whole pages, and layers of pages, that are packed or unpacked at once.
         self._most_pages, self._most_layers = (
@@ -82,14 +94,14 @@ class PackedStore:
         # By buffer: the point after which it may be written.
         self._unpacked: list[Event | None] = [None, None]
         self._doubtful: set[int] = set()
-        # By page with such records: how many do not fit, and V of those that exceed its row.
-        self._unfit: dict[int, int] = {}
+        # By page with such records: which do not fit, and V of those that exceed its row.
+        self._unfit: dict[int, list[int]] = {}
         self._more_v: dict[int, torch.Tensor] = {}
 
     @property
     def num_unfit(self) -> int:
         """Records of the settled pages that do not fit."""
-        return sum(self._unfit.values())
+        return sum(map(len, self._unfit.values()))
 
     def link_bytes(self, pages: Sequence[int]) -> int:
         num_unfit = sum(map(self._num_unfit, pages))
@@ -106,13 +118,11 @@ class PackedStore:
     def _put(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
         with stream.current():
             parts = self._pack(pages, self._cache.read_pages(self._index(slots)))
-        for pool, part in zip((self._records, self._spare, self._counts), parts, strict=True):
+        for pool, part in zip((self._records, self._spare), parts, strict=True):
             stream.copy_pages(pool.pages, pages, part, range(len(pages)))
 
-    def _pack(
-        self, pages: Sequence[int], raw: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rows of the three pools for raw residuals on the device."""
+    def _pack(self, pages: Sequence[int], raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows of both pools for raw residuals on the device."""
         records, fits = self._packed.pack_records(
             self._anchors_of(pages).flatten(1, 2), raw.flatten(1, 2)
         )
@@ -120,36 +130,35 @@ class PackedStore:
         first = fits.to(torch.uint8).argsort(dim=1, stable=True)[:, : self._num_spare]
         page = torch.arange(len(pages), device=first.device)[:, None]
         spare = self._packed.v_of(raw.flatten(1, 2))[page, first]
-        counts = torch.zeros((len(pages), COUNT_BYTES // 4), dtype=torch.int32, device=fits.device)
-        counts[:, 0] = (~fits).sum(1)
-        return (
-            records.view(len(pages), *self._records.page_shape),
-            spare[:, None],
-            counts.view(torch.uint8)[:, None, None],
-        )
+        return records.view(len(pages), *self._records.page_shape), spare[:, None]
 
     def doubtful(self, pages: Iterable[int]) -> list[int]:
         return [page for page in pages if page in self._doubtful]
 
     def settle(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
-        for page, slot in zip(pages, slots, strict=True):
-            self._doubtful.discard(page)
-            if self._note_unfit(page) > self._num_spare:
-                with stream.current():
-                    self._more_v[page] = self._more_of(page, self._cache.page(slot))
+        if not pages:
+            return
+        self._doubtful.difference_update(pages)
+        with stream.current():
+            for page, slot, unfit in zip(pages, slots, self._unfit_in(pages), strict=True):
+                self._note_unfit(page, unfit, self._cache.page(slot))
 
-    def _note_unfit(self, page: int) -> int:
-        count = int(self._counts.page(page).view(torch.int32)[0, 0, 0])
-        if count:
-            self._unfit[page] = count
-        return count
+    def _unfit_in(self, pages: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of the records that do not fit, for each of some written rows."""
+        heads = self._records.pages[..., :2][torch.tensor(pages, dtype=torch.int64)]
+        found: list[list[int]] = [[] for _ in pages]
+        for row, record in (~self._packed.fits(heads)).flatten(1).nonzero().tolist():
+            found[row].append(record)
+        return found
 
-    def _more_of(self, page: int, raw: torch.Tensor) -> torch.Tensor:
-        """Return V of the records that a page's row has no room for: a copy on the CPU. raw: the
-        page's raw residuals."""
-        unfit = (~self._packed.fits(self._records.page(page))).flatten().nonzero()[:, 0]
-        more = to_device(raw.device, unfit[self._num_spare :])
-        return self._packed.v_of(raw.flatten(0, 1))[more].cpu()
+    def _note_unfit(self, page: int, unfit: list[int], raw: torch.Tensor) -> None:
+        """Note which records do not fit, and keep V of those that the page's row has no room for.
+        raw: the page's raw residuals."""
+        if unfit:
+            self._unfit[page] = unfit
+        if len(unfit) > self._num_spare:
+            more = to_device(raw.device, torch.tensor(unfit[self._num_spare :]))
+            self._more_v[page] = self._packed.v_of(raw.flatten(0, 1))[more].cpu()
 
     def forget(self, page: int) -> None:
         self._doubtful.discard(page)
@@ -160,171 +169,157 @@ class PackedStore:
         for some in self._at_once(range(len(pages))):
             part, ids = records[some[0] : some[-1] + 1], [pages[i] for i in some]
             rows = self._pack(ids, to_device(self._device, part))
-            for pool, row in zip((self._records, self._spare, self._counts), rows, strict=True):
+            for pool, row in zip((self._records, self._spare), rows, strict=True):
                 pool.write_pages(torch.tensor(ids), row.cpu())
-            for page, raw in zip(ids, part, strict=True):
+            for page, unfit, raw in zip(ids, self._unfit_in(ids), part, strict=True):
                 self.forget(page)
-                if self._note_unfit(page) > self._num_spare:
-                    self._more_v[page] = self._more_of(page, raw)
+                self._note_unfit(page, unfit, raw)
 
     def write_packed(self, pages: Sequence[int], packed: torch.Tensor, raw_v: torch.Tensor) -> None:
         """Store pages in the packed form. packed, raw_v: as in PackedPages, records and raw_v."""
         self._records.write_pages(torch.tensor(pages, dtype=torch.int64), packed)
-        counts = (~self._packed.fits(packed)).flatten(1).sum(1).tolist()
+        found = self._unfit_in(pages)
+        counts = list(map(len, found))
         # Foreign pages may say that they miss more rows than there are: zeros then.
         raw_v = torch.nn.functional.pad(raw_v, (0, 0, 0, max(sum(counts) - len(raw_v), 0)))
-        for page, count, rows in zip(
-            pages, counts, raw_v[: sum(counts)].split_with_sizes(counts), strict=True
+        for page, unfit, rows in zip(
+            pages, found, raw_v[: sum(counts)].split_with_sizes(counts), strict=True
         ):
             self.forget(page)
-            self._counts.page(page).view(torch.int32)[0, 0, 0] = count
             kept = rows[: self._num_spare]
             self._spare.page(page)[0, : len(kept)] = kept
-            if self._note_unfit(page) > self._num_spare:
+            if unfit:
+                self._unfit[page] = unfit
+            if len(unfit) > self._num_spare:
                 self._more_v[page] = rows[self._num_spare :].clone()
 
     # From the store
 
     def get(self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]) -> None:
         self._check_settled(pages)
-        # V of all pages may be on its way at once, unless that takes too much memory.
-        link = stream if self._has_much_v(pages) else self._link
-        link.wait(stream.mark())
-        for number, pairs in enumerate(self._at_once(zip(slots, pages, strict=True))):
-            self._get(stream, link, number % 2, *zip(*pairs, strict=True))
-
-    def _get(
-        self,
-        stream: CopyStream,
-        link: CopyStream,
-        buffer: int,
-        slots: Sequence[int],
-        pages: Sequence[int],
-    ) -> None:
-        raw_v, first = self._raw_v(link, pages)
-        records = self._buffer(link, buffer, (len(pages), *self._records.page_shape))
-        link.copy_pages(records, range(len(pages)), self._records.pages, pages)
-        stream.wait(link.mark())
-        stream.reads(raw_v)
-        with stream.current():
-            ranks = self._ranks(records, to_device(self._device, first))
-            raw = self._unpack(self._anchors_of(pages), records, raw_v, ranks)
-            self._cache.write_pages(self._index(slots), raw)
-        self._unpacked[buffer] = stream.mark()
+        if self._has_much_v(pages) and len(pages) > self._most_pages:
+            for pairs in self._at_once(zip(slots, pages, strict=True)):
+                self.get(stream, *zip(*pairs, strict=True))
+            return
+        fetch = self._begin(stream, slots, pages)
+        every_layer = slice(0, self._cache.num_layers)
+        for number, begin in enumerate(range(0, len(pages), self._most_pages)):
+            some = slice(begin, begin + self._most_pages)
+            ids = pages[some]
+            records = self._buffer(number % 2, (len(ids), *self._records.page_shape))
+            self._link.copy_pages(records, range(len(ids)), self._records.pages, ids)
+            self._unpack(stream, number % 2, fetch, some, every_layer, records)
 
     def get_by_layer(
         self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]
     ) -> Iterator[None]:
-        self._check_settled(pages)
         num_layers, step = self._cache.num_layers, self._most_layers
         if self._has_much_v(pages):
             self.get(stream, slots, pages)
             yield from (None for _ in range(num_layers))
             return
-        with stream.current():
-            sources, targets = self._index(pages), self._index(slots)
-            rows = torch.arange(min(step, len(pages)), device=self._device)
-        self._link.wait(stream.mark())
-        raw_v, counted = self._raw_v(self._link, pages)
-        stream.reads(raw_v)
-        with stream.current():
-            first = to_device(self._device, counted)
-        number = 0
+        self._check_settled(pages)
+        fetch, number = self._begin(stream, slots, pages), 0
         for layer in range(num_layers):
             for begin in range(0, len(pages), step):
                 some = slice(begin, begin + step)
-                chunk = (sources[some], targets[some], first[some])
-                self._get_layer(stream, number % 2, layer, rows, raw_v, *chunk)
+                ids = fetch.pages[some]
+                records = self._buffer(number % 2, (len(ids), *self._records.page_shape[1:]))
+                rows = self._records.layer(layer)
+                self._link.copy_rows(records, fetch.numbers[: len(ids)], rows, ids)
+                one_layer = slice(layer, layer + 1)
+                self._unpack(stream, number % 2, fetch, some, one_layer, records[:, None])
                 number += 1
             yield
 
-    def _get_layer(
+    def _begin(self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]) -> _Fetch:
+        """Send what a fetch needs besides packed records. The link's work from here on is behind
+        that of `stream` so far."""
+        places = [
+            row * self._num_records + record
+            for row, page in enumerate(pages)
+            for record in self._unfit.get(page, ())
+        ]
+        ranks = torch.zeros(len(pages) * self._num_records, dtype=torch.int32)
+        if places:
+            ranks[places] = torch.arange(1, len(places) + 1, dtype=torch.int32)
+        numbers = (torch.tensor(ids, dtype=torch.int64) for ids in (slots, pages))
+        count = torch.arange(min(self._most_layers, len(pages)))
+        shape = (len(pages), *self._cache.page_shape[:2])
+        with stream.current():
+            raw_v = torch.empty(
+                (len(places), self._packed.raw_v_bytes), dtype=torch.uint8, device=self._device
+            )
+            fetch = _Fetch(
+                *sent_together(self._device, [*numbers, count, ranks.view(shape)]), raw_v
+            )
+        self._link.wait(stream.mark())
+        self._send_raw_v(stream, fetch.raw_v, pages)
+        return fetch
+
+    def _send_raw_v(self, stream: CopyStream, raw_v: torch.Tensor, pages: Sequence[int]) -> None:
+        """Write V of all records of these pages that do not fit to raw_v."""
+        sources: list[int] = []
+        targets: list[int] = []
+        begin = 0
+        for page in pages:
+            count = self._num_unfit(page)
+            spare = min(count, self._num_spare)
+            targets += range(begin, begin + spare)
+            sources += range(page * self._num_spare, page * self._num_spare + spare)
+            if count > spare:
+                with stream.current():
+                    send_into([(raw_v[begin + spare : begin + count], self._more_v[page])])
+            begin += count
+        if sources:
+            self._link.copy_pages(raw_v, targets, self._spare.pages.flatten(0, 2), sources)
+
+    def _buffer(self, buffer: int, shape: Sequence[int]) -> torch.Tensor:
+        """Return a buffer in this shape, for work that the link is given after this call."""
+        if (event := self._unpacked[buffer]) is not None:
+            self._link.wait(event)
+        return self._buffers[buffer, : prod(shape)].view(*shape)
+
+    def _unpack(
         self,
         stream: CopyStream,
         buffer: int,
-        layer: int,
-        rows: torch.Tensor,
-        raw_v: torch.Tensor,
-        pages: torch.Tensor,
-        slots: torch.Tensor,
-        first: torch.Tensor,
+        fetch: _Fetch,
+        some: slice,
+        layers: slice,
+        records: torch.Tensor,
     ) -> None:
-        """Do the work of get() for a layer. rows: numbers from 0, at least as many as pages. first:
-        [N], the rows of raw_v before those of this layer; set to those before the next layer's."""
-        link, rows = self._link, rows[: len(pages)]
-        records = self._buffer(link, buffer, (len(pages), *self._records.page_shape[1:]))
-        link.copy_rows(records, rows, self._records.layer(layer), pages)
-        stream.wait(link.mark())
+        """Unpack records of some pages and layers, which the link has written to a buffer, into the
+        cache."""
+        stream.wait(self._link.mark())
         with stream.current():
-            anchors = self._anchors().read(layer, pages)
-            ranks = self._ranks(records[:, None], first)
-            raw = self._unpack(anchors[:, None], records[:, None], raw_v, ranks)
-            first.copy_(ranks[:, -1])
-            self._cache.write(layer, slots, raw[:, 0])
+            self._packed.unpack_into(
+                self._cache.by_slot[:, layers],
+                fetch.slots[some],
+                self._anchors().by_slot[:, layers],
+                fetch.pages[some],
+                records,
+                fetch.raw_v,
+                fetch.ranks[some, layers],
+            )
         self._unpacked[buffer] = stream.mark()
-
-    def _buffer(self, link: CopyStream, buffer: int, shape: Sequence[int]) -> torch.Tensor:
-        """Return a buffer in this shape, for work that `link` is given after this call."""
-        if (event := self._unpacked[buffer]) is not None:
-            link.wait(event)
-        return self._buffers[buffer, : prod(shape)].view(*shape)
 
     def _has_much_v(self, pages: Sequence[int]) -> bool:
         """Return True if V of the records that do not fit takes more memory than is kept for V on
         its way."""
         return sum(map(self._num_unfit, pages)) * self._packed.raw_v_bytes > AT_ONCE_BYTES // 4
 
-    def _raw_v(self, stream: CopyStream, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return V of all records of these pages that do not fit, on the device, and the place of
-        each page's first row there, on the CPU."""
-        counts = list(map(self._num_unfit, pages))
-        shape = (sum(counts), self._packed.raw_v_bytes)
-        with stream.current():
-            rows = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        sources: list[int] = []
-        targets: list[int] = []
-        first, begin = [], 0
-        for page, count in zip(pages, counts, strict=True):
-            first.append(begin)
-            spare = min(count, self._num_spare)
-            targets += range(begin, begin + spare)
-            sources += range(page * self._num_spare, page * self._num_spare + spare)
-            if count > spare:
-                with stream.current():
-                    send_into([(rows[begin + spare : begin + count], self._more_v[page])])
-            begin += count
-        if sources:
-            stream.copy_pages(rows, targets, self._spare.pages.flatten(0, 2), sources)
-        return rows, torch.tensor(first, dtype=torch.int64)
-
-    def _ranks(self, records: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """Return the row of V, counted from 1, of each record that does not fit: [N, layers *
-        num_kv_heads]. Others have that of the last one before them. records: of layers of pages.
-        first: [N], the rows before those of these layers."""
-        return first[:, None] + (~self._packed.fits(records)).flatten(1).cumsum(1)
-
-    def _unpack(
-        self,
-        anchors: torch.Tensor,
-        records: torch.Tensor,
-        raw_v: torch.Tensor,
-        ranks: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return raw residuals of layers of pages, [N, layers, num_kv_heads, record_bytes]."""
-        flat = (anchors.flatten(1, 2), records.flatten(1, 2))
-        raw = self._packed.unpack_records(*flat, raw_v, ranks)
-        return raw.view(*records.shape[:3], raw.shape[-1])
-
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         parts = [torch.empty((0, *self._cache.page_shape), dtype=torch.uint8)]
         for some in self._at_once(pages):
             packed = self.read_packed(some)
-            counts = torch.tensor(list(map(self._num_unfit, some)))
-            ranks = self._ranks(packed.records, counts.cumsum(0) - counts)
-            there = [
-                to_device(self._device, part) for part in (packed.records, packed.raw_v, ranks)
-            ]
-            parts.append(self._unpack(self._anchors_of(some), *there).cpu())
+            records, raw_v = (
+                to_device(self._device, part) for part in (packed.records, packed.raw_v)
+            )
+            raw = self._packed.unpack(
+                self._anchors_of(some).flatten(1, 2), records.flatten(1, 2), raw_v
+            )
+            parts.append(raw.view(len(some), *self._cache.page_shape).cpu())
         return torch.cat(parts)
 
     def read_packed(self, pages: Sequence[int]) -> PackedPages:
@@ -342,7 +337,7 @@ class PackedStore:
     # Helpers
 
     def _num_unfit(self, page: int) -> int:
-        return self._unfit.get(page, 0)
+        return len(self._unfit.get(page, ()))
 
     def _check_settled(self, pages: Sequence[int]) -> None:
         # Rows of V that are not known would be taken from other pages.

@@ -68,6 +68,12 @@ class RecordPool:
         return self.pages[slot]
 
     @property
+    def by_slot(self) -> torch.Tensor:
+        """All records, [num_slots, num_layers, num_kv_heads, record_bytes]: a view, contiguous in a
+        pool by page only."""
+        return self._by_slot
+
+    @property
     def pages(self) -> torch.Tensor:
         """All slots of a pool by page: contiguous [num_slots, num_layers, num_kv_heads,
         record_bytes]."""

@@ -22,9 +22,6 @@ from sglang_kvspec.planning.model_shape import ModelShape
 # Packed records of a page for each that may not fit. On real models, less than 1 of 100 does not
 # fit (docs/benchmarks/exact-residual.md).
 RECORDS_A_SPARE = 20
-# A row of a store has 16 bytes for the number of records that do not fit, so that all rows start at
-# multiples of that.
-COUNT_BYTES = 16
 
 
 def spare_rows(num_records: int) -> int:
@@ -35,7 +32,7 @@ def spare_rows(num_records: int) -> int:
 def stored_page_bytes(num_records: int, record_bytes: int, raw_v_bytes: int) -> int:
     """Return the bytes of a page of num_records packed records in a host store. raw_v_bytes: of V
     of a record that does not fit."""
-    return num_records * record_bytes + spare_rows(num_records) * raw_v_bytes + COUNT_BYTES
+    return num_records * record_bytes + spare_rows(num_records) * raw_v_bytes
 
 
 def page_bytes_of(

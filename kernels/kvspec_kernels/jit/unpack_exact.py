@@ -134,30 +134,57 @@ def _in_rows(values, PART: tl.constexpr, TILES: tl.constexpr, SEGMENTS: tl.const
 
 
 @triton.jit
+def _locate(row, num_layers, NUM_SEGMENTS: tl.constexpr, HEADS: tl.constexpr):
+    """Return the record of a row of segments, its segment, and the record's page, layer and
+    head."""
+    record = row // NUM_SEGMENTS
+    layers = record // HEADS
+    page = layers // num_layers
+    return record, row % NUM_SEGMENTS, page, layers - page * num_layers, record % HEADS
+
+
+@triton.jit
+def _place(rows_ptr, page, layer, head, stride_row, stride_layer, stride_head):
+    """Return the offset of a record of a pool. rows_ptr: the pool's row of each page."""
+    place = tl.load(rows_ptr + page).to(tl.int64) * stride_row
+    return place + layer.to(tl.int64) * stride_layer + head * stride_head
+
+
+@triton.jit
 def _store_rows(
     tiles,
     records_ptr,
     raw_v_ptr,
     ranks_ptr,
     raw_ptr,
+    raw_rows_ptr,
     num_rows,
+    num_layers,
     num_raw_v,
     stride_record,
     stride_raw_v,
-    stride_raw,
+    stride_rank_row,
+    stride_rank_layer,
+    stride_raw_row,
+    stride_raw_layer,
+    stride_raw_head,
     PART: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILES: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     """Store rows of `_in_rows` into raw records. Where a record does not fit, store its raw bits
     instead."""
     index = tl.arange(0, SEGMENTS * TILES * 16)[:, None]
     row = tl.program_id(0) * SEGMENTS + index // (TILES * 16)
     mask = row < num_rows
-    record, segment = (row // NUM_SEGMENTS).to(tl.int64), row % NUM_SEGMENTS
+    # What is past the end stores nothing.
+    record, segment, page, layer, head = _locate(
+        tl.minimum(row, num_rows - 1), num_layers, NUM_SEGMENTS, HEADS
+    )
     # Row and column, in tiles, of the stored operand.
     COLUMNS: tl.constexpr = (HEAD_DIM if PART == 0 else PAGE_SIZE) // 16
     tile = segment * TILES + index // 16 % TILES
@@ -170,10 +197,14 @@ def _store_rows(
         offs = token * HEAD_DIM + tile // COLUMNS * 16 + tl.arange(0, 16)[None, :]
     item: tl.constexpr = tl.int32 if PART == 0 else tl.int16
     PART_WORDS: tl.constexpr = PAGE_SIZE * HEAD_DIM // 2
-    target_ptr = raw_ptr + (record * stride_raw + PART * PART_WORDS)
+    target_ptr = (
+        raw_ptr
+        + PART * PART_WORDS
+        + _place(raw_rows_ptr, page, layer, head, stride_raw_row, stride_raw_layer, stride_raw_head)
+    )
     target_ptr = target_ptr.to(tl.pointer_type(item)) + offs
-    record_ptr = records_ptr + record * stride_record
-    fits = tl.load(record_ptr, mask=mask, other=1) & 0xFFFF == 1
+    record_ptr = records_ptr + record.to(tl.int64) * stride_record
+    fits = tl.load(record_ptr) & 0xFFFF == 1
     tl.store(target_ptr, tiles, mask=mask & fits)
     mask_raw = mask & (fits == 0)
     # Few records do not fit, and most programs skip this.
@@ -183,7 +214,8 @@ def _store_rows(
             mask_load = mask_raw
         else:
             # Ranks count from 1.
-            rank = tl.load(ranks_ptr + record, mask=mask_raw, other=1) - 1
+            rank_ptr = ranks_ptr + (page * stride_rank_row + layer * stride_rank_layer + head)
+            rank = tl.load(rank_ptr, mask=mask_raw, other=1).to(tl.int64) - 1
             source_ptr = raw_v_ptr + rank * stride_raw_v
             mask_load = mask_raw & (rank < num_raw_v)
         source_ptr = source_ptr.to(tl.pointer_type(item)) + offs
@@ -191,19 +223,33 @@ def _store_rows(
         tl.store(target_ptr, bits, mask=mask_raw)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_raw_v"])
+# Places in lists of pages and of ranks differ from call to call.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_layers", "num_raw_v", "stride_rank_row",
+                       "stride_rank_layer"],
+    do_not_specialize_on_alignment=["anchor_rows_ptr", "raw_rows_ptr", "ranks_ptr"],
+)  # fmt: skip
 def unpack_kernel(
     anchors_ptr,
+    anchor_rows_ptr,
     records_ptr,
     raw_v_ptr,
     ranks_ptr,
     raw_ptr,
+    raw_rows_ptr,
     num_rows,
+    num_layers,
     num_raw_v,
-    stride_anchor,
+    stride_anchor_row,
+    stride_anchor_layer,
+    stride_anchor_head,
     stride_record,
     stride_raw_v,
-    stride_raw,
+    stride_rank_row,
+    stride_rank_layer,
+    stride_raw_row,
+    stride_raw_layer,
+    stride_raw_head,
     PART: tl.constexpr,
     FIELDS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -211,6 +257,7 @@ def unpack_kernel(
     TILES: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    HEADS: tl.constexpr,
     K_GROUP: tl.constexpr,
     DTYPE: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
@@ -218,23 +265,29 @@ def unpack_kernel(
     INTERPRET: tl.constexpr,
 ):
     """Unpack K (PART 0) or V (PART 1) of SEGMENTS segments of any records a program: grid
-    (num_rows / SEGMENTS,). num_rows: segments of a part in all records.
+    (num_rows / SEGMENTS,). num_rows: segments of a part in all records, which are those of HEADS
+    heads, of num_layers layers, of pages.
 
-    All pointers are int32, with strides in words, but ranks_ptr: int64, the row of raw V of each
-    record that does not fit, counted from 1. num_raw_v: rows of raw V. Other arguments are those
-    of `pack_kernel`.
+    All pointers are int32, with strides in words, but three of integers: anchor_rows_ptr and
+    raw_rows_ptr, each page's row of anchors_ptr and of raw_ptr; and ranks_ptr, the row of raw V of
+    each record that does not fit, counted from 1. num_raw_v: rows of raw V. Other arguments are
+    those of `pack_kernel`.
     """
     RUNS: tl.constexpr = 16 * TILES
     thread = tl.arange(0, SEGMENTS * RUNS)
     # Without masks on loads, there are fewer instructions: what is past the end reads again.
     row = tl.minimum(tl.program_id(0) * SEGMENTS + thread // RUNS, num_rows - 1)
     run = thread % RUNS
-    record, segment = (row // NUM_SEGMENTS).to(tl.int64), row % NUM_SEGMENTS
-    widths, bases, size = _rules(
-        anchors_ptr + record * stride_anchor, segment, run, PART, FIELDS, PAGE_SIZE, HEAD_DIM,
-        TILES, K_GROUP, DTYPE, MANTISSA_BITS, INTERPRET,
+    record, segment, page, layer, head = _locate(row, num_layers, NUM_SEGMENTS, HEADS)
+    anchor_ptr = anchors_ptr + _place(
+        anchor_rows_ptr, page, layer, head, stride_anchor_row, stride_anchor_layer,
+        stride_anchor_head,
     )  # fmt: skip
-    record_ptr = records_ptr + record * stride_record
+    widths, bases, size = _rules(
+        anchor_ptr, segment, run, PART, FIELDS, PAGE_SIZE, HEAD_DIM, TILES, K_GROUP, DTYPE,
+        MANTISSA_BITS, INTERPRET,
+    )  # fmt: skip
+    record_ptr = records_ptr + record.to(tl.int64) * stride_record
     starts_ptr = (record_ptr + HEADER_WORDS).to(tl.pointer_type(tl.uint16)) + PART * NUM_SEGMENTS
     start = tl.load(starts_ptr + segment).to(tl.int32)
     body_ptr = (record_ptr + (HEADER_WORDS + NUM_SEGMENTS)).to(tl.pointer_type(tl.uint32))
@@ -249,6 +302,7 @@ def unpack_kernel(
     values = _load_escapes(body_ptr, values, escapes, place, BODY_WORDS)
     _store_rows(
         _in_rows(values, PART, TILES, SEGMENTS), records_ptr, raw_v_ptr, ranks_ptr, raw_ptr,
-        num_rows, num_raw_v, stride_record, stride_raw_v, stride_raw, PART, PAGE_SIZE, HEAD_DIM,
-        TILES, NUM_SEGMENTS, SEGMENTS,
+        raw_rows_ptr, num_rows, num_layers, num_raw_v, stride_record, stride_raw_v,
+        stride_rank_row, stride_rank_layer, stride_raw_row, stride_raw_layer, stride_raw_head,
+        PART, PAGE_SIZE, HEAD_DIM, TILES, NUM_SEGMENTS, SEGMENTS, HEADS,
     )  # fmt: skip

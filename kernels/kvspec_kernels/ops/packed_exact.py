@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,40 +75,92 @@ def unpack(
     """Unpack records of pack() beside the same anchors. Return the raw records, [R, 2 *
     layout.raw_nbytes] uint8.
 
-    raw_v: [U, layout.raw_nbytes] uint8, raw V of records that do not fit. ranks: [R] int64,
+    raw_v: [U, layout.raw_nbytes] uint8, raw V of records that do not fit. ranks: [R] integers,
     contiguous: its row for each of them, counted from 1; others' are not used. None: rows are in
     the order of records. Where a row is missing, V is zero. A damaged record gives a meaningless
     page, and reads no other record. Other arguments, allocation and errors are those of pack().
     """
-    fields_of_parts, constants = _constants(anchor_layout, layout)
     _check(anchors, anchor_layout.nbytes, anchors, "anchors")
     _check(records, layout.nbytes, anchors, "records")
-    _check(raw_v, layout.raw_nbytes, anchors, "raw_v")
     _check_lengths(anchors, records=records)
     raw = anchors.new_empty(len(records), 2 * layout.raw_nbytes)
-    num_rows = len(records) * layout.num_segments
     if ranks is None:
         fits = records[:, :2].contiguous().view(torch.int16)[:, 0] == 1
         ranks = (~fits).cumsum(0)
     _check_lengths(anchors, ranks=ranks)
-    for part, fields in enumerate(fields_of_parts) if num_rows else ():
+    rows = torch.arange(len(records), device=anchors.device)
+    pools = [each[:, None, None] for each in (raw, anchors, records)]
+    unpack_into(
+        pools[0], rows, pools[1], rows, pools[2], raw_v, ranks[:, None, None], anchor_layout, layout
+    )
+    return raw
+
+
+def unpack_into(
+    raw: torch.Tensor,
+    raw_rows: torch.Tensor,
+    anchors: torch.Tensor,
+    anchor_rows: torch.Tensor,
+    records: torch.Tensor,
+    raw_v: torch.Tensor,
+    ranks: torch.Tensor,
+    anchor_layout: RecordLayout,
+    layout: PackedLayout,
+) -> None:
+    """Set raw[raw_rows[i]] to unpack() of records[i] beside anchors[anchor_rows[i]], in place.
+
+    raw: [T, layers, heads, 2 * layout.raw_nbytes] uint8. anchors: [S, layers, heads,
+    anchor_layout.nbytes] uint8. records: [N, layers, heads, layout.nbytes] uint8, with equal steps
+    between records. raw_rows, anchor_rows: [N] integers, contiguous; raw_rows distinct. ranks: [N,
+    layers, heads] integers of equal steps between heads, of 1.
+    Allocates nothing. Row numbers are not checked. Other arguments and errors are those of
+    unpack().
+    """
+    fields_of_parts, constants = _constants(anchor_layout, layout)
+    num_pages, *inner, _ = records.shape
+    for name, pool, nbytes in (
+        ("raw", raw, 2 * layout.raw_nbytes),
+        ("anchors", anchors, anchor_layout.nbytes),
+        ("records", records, layout.nbytes),
+    ):
+        _check(pool, nbytes, anchors, name, inner)
+    _check(raw_v, layout.raw_nbytes, anchors, "raw_v")
+    _check_lengths(records, raw_rows=raw_rows, anchor_rows=anchor_rows, ranks=ranks)
+    num_layers, num_heads = inner
+    num_rows = num_pages * num_layers * num_heads * layout.num_segments
+    if not num_rows:
+        return
+    by_record = records.flatten(0, 2)
+    assert by_record.data_ptr() == records.data_ptr(), "steps between records must be equal"
+    assert ranks.shape[1:] == (num_layers, num_heads), f"ranks must be [N, {inner}]"
+    assert ranks.stride(2) == 1 or num_heads == 1, "ranks of heads must be neighbours"
+    for part, fields in enumerate(fields_of_parts):
         unpack_kernel[(triton.cdiv(num_rows, constants["SEGMENTS"]),)](
             anchors_ptr=anchors.view(torch.int32),
-            records_ptr=records.view(torch.int32),
+            anchor_rows_ptr=anchor_rows,
+            records_ptr=by_record.view(torch.int32),
             raw_v_ptr=raw_v.view(torch.int32),
             ranks_ptr=ranks,
             raw_ptr=raw.view(torch.int32),
+            raw_rows_ptr=raw_rows,
             num_rows=num_rows,
+            num_layers=num_layers,
             num_raw_v=len(raw_v),
-            stride_anchor=anchors.stride(0) // WORD_BYTES,
-            stride_record=records.stride(0) // WORD_BYTES,
+            stride_anchor_row=anchors.stride(0) // WORD_BYTES,
+            stride_anchor_layer=anchors.stride(1) // WORD_BYTES,
+            stride_anchor_head=anchors.stride(2) // WORD_BYTES,
+            stride_record=by_record.stride(0) // WORD_BYTES,
             stride_raw_v=raw_v.stride(0) // WORD_BYTES,
-            stride_raw=raw.stride(0) // WORD_BYTES,
+            stride_rank_row=ranks.stride(0),
+            stride_rank_layer=ranks.stride(1),
+            stride_raw_row=raw.stride(0) // WORD_BYTES,
+            stride_raw_layer=raw.stride(1) // WORD_BYTES,
+            stride_raw_head=raw.stride(2) // WORD_BYTES,
             PART=part,
             FIELDS=fields,
+            HEADS=num_heads,
             **constants,
         )
-    return raw
 
 
 def _constants(
@@ -145,23 +198,28 @@ def _constants(
     }
 
 
-def _check(rows: torch.Tensor, nbytes: int, like: torch.Tensor, name: str) -> None:
-    if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != nbytes:
-        raise ValueError(f"{name} must be uint8 [records, {nbytes}], got {_of(rows)}")
+def _check(
+    rows: torch.Tensor, nbytes: int, like: torch.Tensor, name: str, inner: Sequence[int] = ()
+) -> None:
+    """inner: sizes between the first dimension and that of bytes."""
+    shape = (*inner, nbytes)
+    if rows.dtype != torch.uint8 or rows.ndim < 2 or rows.shape[1:] != shape:
+        sizes = ", ".join(map(str, shape))
+        raise ValueError(f"{name} must be uint8 [records, {sizes}], got {_of(rows)}")
     if rows.device != like.device:
         raise ValueError(f"{name} must be on {like.device}, got {_of(rows)}")
-    starts = (rows.data_ptr(), rows.stride(0))
-    if len(rows) and (rows.stride(1) != 1 or any(start % RECORD_ALIGNMENT for start in starts)):
+    starts = (rows.data_ptr(), *rows.stride()[:-1])
+    if len(rows) and (rows.stride(-1) != 1 or any(start % RECORD_ALIGNMENT for start in starts)):
         raise ValueError(
             f"{name} must have contiguous rows that start at multiples of {RECORD_ALIGNMENT} "
             f"bytes, got strides {rows.stride()}"
         )
 
 
-def _check_lengths(anchors: torch.Tensor, **others: torch.Tensor) -> None:
+def _check_lengths(of: torch.Tensor, **others: torch.Tensor) -> None:
     for name, rows in others.items():
-        if len(rows) != len(anchors):
-            raise ValueError(f"{name} must have {len(anchors)} rows as anchors, got {_of(rows)}")
+        if len(rows) != len(of):
+            raise ValueError(f"{name} must have {len(of)} rows, got {_of(rows)}")
 
 
 def _of(tensor: torch.Tensor) -> str:

@@ -17,7 +17,7 @@ from kvspec_kernels.formats import (
     residual_layout,
 )
 from kvspec_kernels.ops import packed_exact as ops
-from kvspec_kernels.ops.packed_exact import pack, unpack
+from kvspec_kernels.ops.packed_exact import pack, unpack, unpack_into
 from kvspec_kernels.packed_format import PackedLayout
 from kvspec_kernels.reference import exact, packed_exact, uniform4
 from kvspec_testkit.kernels.encoding import make_pages
@@ -227,6 +227,48 @@ def test_records_of_several_programs_and_rounds(device, monkeypatch):
     packed.assert_both_ways()
 
 
+@pytest.mark.parametrize("layer", [None, 0, 1], ids=["both layers", "first", "second"])
+@pytest.mark.parametrize("size", [(64, 128, BF16), (32, 80, FP16)], ids=str)
+def test_records_go_from_rows_of_a_pool_to_rows_of_another(size, layer, device):
+    """Pages of two layers and two heads. Ranks are those of V in reverse."""
+    packed = mixed_pages(*size, device)
+    layers = 2
+    by_page = [
+        rows[HEADS:].view(3, layers, HEADS, -1)
+        for rows in (packed.anchors, packed.records, packed.raw)
+    ]
+    unfit = ~packed.fits[HEADS:].view(3, layers, HEADS)
+    assert unfit.sum() > 1
+    raw_v = packed.raw_v[: int(unfit.sum())].flip(0)
+    # Their place in memory, and their steps, are as in a part of a larger tensor.
+    many = torch.zeros(5, 4, HEADS, dtype=torch.int32)
+    ranks = many[1:4, 1:3]
+    ranks[unfit] = torch.arange(len(raw_v), 0, -1, dtype=torch.int32)
+    anchor_rows, raw_rows = torch.tensor([4, 0, 2]), torch.tensor([1, 6, 3])
+    # A pool by layer, and one by page.
+    anchors = torch.full((layers, 5, *by_page[0].shape[2:]), 0xA5, dtype=torch.uint8).transpose(
+        0, 1
+    )
+    anchors[anchor_rows] = by_page[0]
+    raw = torch.full((8, *by_page[2].shape[1:]), 0xA5, dtype=torch.uint8)
+    wanted = raw.clone()
+    some = slice(None) if layer is None else slice(layer, layer + 1)
+    wanted[raw_rows, some] = by_page[2][:, some]
+    found = raw.to(device)
+    unpack_into(
+        found[:, some],
+        raw_rows.to(device),
+        anchors.to(device)[:, some],
+        anchor_rows.to(device),
+        by_page[1][:, some].contiguous().to(device),
+        raw_v.to(device),
+        many.to(device)[1:4, 1:3][:, some],
+        packed.anchor_layout,
+        packed.layout,
+    )
+    assert torch.equal(found.cpu(), wanted)
+
+
 def test_a_codec_packs_alike_by_kernel_and_in_plain_torch(device):
     """Plain torch packs a few pages at a time."""
     sizes = {"page_size": 32, "head_dim": 16, "dtype": BF16}
@@ -248,6 +290,13 @@ def test_a_codec_packs_alike_by_kernel_and_in_plain_torch(device):
     assert torch.equal(
         form.unpack_records(anchor, wanted.records, rows.cpu(), ranks.cpu()), residual
     )
+    # Pools of one layer, and pages in another order.
+    order = torch.tensor([2, 0, 1], device=device)
+    given = (order, there[0][:, None], order, records[order][:, None], rows, ranks[order][:, None])
+    for unpack_pages in (form.unpack_into, form._unpack_into_by_kernel):
+        raw = torch.zeros_like(there[1])[:, None]
+        unpack_pages(raw, *given)
+        assert torch.equal(raw[:, 0], there[1])
 
 
 def test_no_records(device):
@@ -291,6 +340,12 @@ def test_tensors_that_do_not_fit_are_refused(device):
         unpack(anchors.view(torch.int8), records, packed.raw_v, *layouts)
     with pytest.raises(ValueError, match="raw_v must be uint8"):
         unpack(anchors, records, packed.raw_v[:, 2:], *layouts)
+    with pytest.raises(ValueError, match="ranks must have 14 rows"):
+        unpack(anchors, records, packed.raw_v, *layouts, torch.zeros(13, dtype=torch.int64))
+    rows, pools = torch.arange(7), [each.view(7, 1, HEADS, -1) for each in (raw, anchors, records)]
+    given = (rows, pools[1], rows, pools[2], packed.raw_v, torch.zeros(7, 1, HEADS), *layouts)
+    with pytest.raises(ValueError, match=r"raw must be uint8 \[records, 1, 2, "):
+        unpack_into(pools[0].view(14, 1, 1, -1), *given)
 
 
 @pytest.mark.gpu

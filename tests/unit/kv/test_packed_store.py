@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.kv.copy_streams import SyncStream
 from sglang_kvspec.kv.host_copies import HostCopies
@@ -127,7 +128,7 @@ def test_the_link_moves_v_of_records_that_do_not_fit(hosted):
 def test_a_store_takes_the_bytes_that_are_planned(hosted):
     cache = hosted(num_pages=8)
     store, packed = cache.store, cache.kv.codec.packed
-    pools = (store._records, store._spare, store._counts)
+    pools = (store._records, store._spare)
     assert sum(pool.nbytes for pool in pools) == 9 * stored_page_bytes(
         RECORDS, packed.record_bytes, packed.raw_v_bytes
     )
@@ -275,7 +276,8 @@ def test_a_buffer_is_written_once_it_was_unpacked_and_read_once_it_is_there(
     cache = hosted()
     store, stream = cache.store, ClockedStream()
     link = store._link = ClockedStream()
-    unpack, buffer, unpacked = store._unpack, store._buffer, []
+    buffer, unpacked = store._buffer, []
+    unpack = PackedResidual.unpack_into
 
     def unpack_what_is_there(*args):
         assert stream.known[link] == link.now, "records are read before they are there"
@@ -288,7 +290,7 @@ def test_a_buffer_is_written_once_it_was_unpacked_and_read_once_it_is_there(
         assert link.known[stream] >= (unpacked[-2] if len(unpacked) > 1 else 1), "is read"
         return given
 
-    monkeypatch.setattr(store, "_unpack", unpack_what_is_there)
+    monkeypatch.setattr(PackedResidual, "unpack_into", unpack_what_is_there)
     monkeypatch.setattr(store, "_buffer", buffer_that_was_unpacked)
     cache.encode(p1=0, p2=1)
     cache.encode(p3=0, p4=0)

@@ -75,7 +75,7 @@ def test_residuals_may_be_packed_in_host_memory():
         assert done.returncode == 0, done.stderr
         plans[form] = json.loads(done.stdout)
     stored = {form: plan["kv_bytes_per_token"]["stored"] for form, plan in plans.items()}
-    assert stored == {"raw": 262144, "packed": 140160.25}
+    assert stored == {"raw": 262144, "packed": 140160.0}
     launch = plans["packed"]["launch"]
     assert launch[launch.index("--kvspec-exact-residual") + 1] == "packed"
     assert "--kvspec-exact-residual" not in plans["raw"]["launch"]
