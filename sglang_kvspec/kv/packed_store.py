@@ -37,8 +37,8 @@ AT_ONCE_BYTES = 64 << 20
 def work_bytes(raw_page_bytes: int) -> int:
     """Return the device memory that this takes: in each of two streams raw residuals, their anchors
     and packed records, and V of those that do not fit, together less than 2.6 times AT_ONCE_BYTES
-    or a page; and in the stream of fetches two buffers and V, together less than 1.6 times."""
-    return 7 * max(AT_ONCE_BYTES, raw_page_bytes)
+    or a page; and in the stream of fetches two buffers and V, together less than 2 times."""
+    return 8 * max(AT_ONCE_BYTES, raw_page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,19 +240,21 @@ class PackedStore:
             for row, page in enumerate(pages)
             for record in self._unfit.get(page, ())
         ]
-        ranks = torch.zeros(len(pages) * self._num_records, dtype=torch.int32)
-        if places:
-            ranks[places] = torch.arange(1, len(places) + 1, dtype=torch.int32)
-        numbers = (torch.tensor(ids, dtype=torch.int64) for ids in (slots, pages))
-        count = torch.arange(min(self._most_layers, len(pages)))
-        shape = (len(pages), *self._cache.page_shape[:2])
+        numbers = (
+            *(torch.tensor(ids, dtype=torch.int64) for ids in (slots, pages, places)),
+            torch.arange(min(self._most_layers, len(pages))),
+            torch.arange(1, len(places) + 1, dtype=torch.int32),
+        )
+        shape = (len(places), self._packed.raw_v_bytes)
         with stream.current():
-            raw_v = torch.empty(
-                (len(places), self._packed.raw_v_bytes), dtype=torch.uint8, device=self._device
-            )
-            fetch = _Fetch(
-                *sent_together(self._device, [*numbers, count, ranks.view(shape)]), raw_v
-            )
+            to, of, there, count, found = sent_together(self._device, numbers)
+            # Few records have a rank: the link need not carry zeros.
+            ranks = found.new_zeros(len(pages) * self._num_records)
+            if places:
+                ranks.index_copy_(0, there, found)
+            ranks = ranks.view(len(pages), *self._cache.page_shape[:2])
+            raw_v = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        fetch = _Fetch(to, of, count, ranks, raw_v)
         self._link.wait(stream.mark())
         self._send_raw_v(stream, fetch.raw_v, pages)
         return fetch
@@ -320,6 +322,8 @@ class PackedStore:
                 self._anchors_of(some).flatten(1, 2), records.flatten(1, 2), raw_v
             )
             parts.append(raw.view(len(some), *self._cache.page_shape).cpu())
+            # The next pages need this memory.
+            del raw, records, raw_v
         return torch.cat(parts)
 
     def read_packed(self, pages: Sequence[int]) -> PackedPages:

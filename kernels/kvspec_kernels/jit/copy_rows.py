@@ -6,8 +6,11 @@ import triton
 import triton.language as tl
 
 
-# Compiled once, for any number of pages.
-@triton.jit(do_not_specialize=["num_blocks"])
+# Compiled once, for any number of pages, and lists of rows from any place on.
+@triton.jit(
+    do_not_specialize=["num_blocks"],
+    do_not_specialize_on_alignment=["target_rows_ptr", "source_rows_ptr"],
+)
 def copy_rows_kernel(
     target_ptr,
     source_ptr,

@@ -213,11 +213,11 @@ def _store_rows(
             source_ptr = record_ptr + RAW_WORDS
             mask_load = mask_raw
         else:
-            # Ranks count from 1.
+            # Ranks count from 1. A record that was rewritten since ranks were given may have none.
             rank_ptr = ranks_ptr + (page * stride_rank_row + layer * stride_rank_layer + head)
             rank = tl.load(rank_ptr, mask=mask_raw, other=1).to(tl.int64) - 1
             source_ptr = raw_v_ptr + rank * stride_raw_v
-            mask_load = mask_raw & (rank < num_raw_v)
+            mask_load = mask_raw & (rank >= 0) & (rank < num_raw_v)
         source_ptr = source_ptr.to(tl.pointer_type(item)) + offs
         bits = tl.load(source_ptr, mask=mask_load, other=0)
         tl.store(target_ptr, bits, mask=mask_raw)

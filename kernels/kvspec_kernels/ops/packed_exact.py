@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def pack(
     Allocates the results, and does not wait for the device. Raises FormatError for an anchor layout
     without such records, and ValueError for tensors that do not fit.
     """
-    fields_of_parts, constants = _constants(anchor_layout, layout)
+    fields_of_parts, constants = _constants(anchor_layout, layout, WARPS)
     _check(anchors, anchor_layout.nbytes, anchors, "anchors")
     _check(raw, 2 * layout.raw_nbytes, anchors, "raw")
     _check_lengths(anchors, raw=raw)
@@ -77,8 +78,9 @@ def unpack(
 
     raw_v: [U, layout.raw_nbytes] uint8, raw V of records that do not fit. ranks: [R] integers,
     contiguous: its row for each of them, counted from 1; others' are not used. None: rows are in
-    the order of records. Where a row is missing, V is zero. A damaged record gives a meaningless
-    page, and reads no other record. Other arguments, allocation and errors are those of pack().
+    the order of records. Where a row is missing, or a rank is 0, V is zero. A damaged record gives
+    a meaningless page, and reads no other record. Other arguments, allocation and errors are those
+    of pack().
     """
     _check(anchors, anchor_layout.nbytes, anchors, "anchors")
     _check(records, layout.nbytes, anchors, "records")
@@ -116,7 +118,7 @@ def unpack_into(
     Allocates nothing. Row numbers are not checked. Other arguments and errors are those of
     unpack().
     """
-    fields_of_parts, constants = _constants(anchor_layout, layout)
+    fields_of_parts, constants = _constants(anchor_layout, layout, WARPS)
     num_pages, *inner, _ = records.shape
     for name, pool, nbytes in (
         ("raw", raw, 2 * layout.raw_nbytes),
@@ -163,8 +165,9 @@ def unpack_into(
         )
 
 
+@cache
 def _constants(
-    anchor_layout: RecordLayout, layout: PackedLayout
+    anchor_layout: RecordLayout, layout: PackedLayout, warps: int
 ) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
     """Return what follows from the layouts for both kernels: FIELDS of K and of V, and other
     keyword arguments."""
@@ -185,13 +188,13 @@ def _constants(
         "HEAD_DIM": layout.head_dim,
         "TILES": layout.segment_values // TILE**2,
         "NUM_SEGMENTS": layout.num_segments,
-        "SEGMENTS": 32 * WARPS * RUN_VALUES // layout.segment_values,
+        "SEGMENTS": 32 * warps * RUN_VALUES // layout.segment_values,
         "K_GROUP": k_group,
         "DTYPE": TRITON_DTYPES[layout.dtype],
         "MANTISSA_BITS": layout.mantissa_bits,
         "BODY_WORDS": layout.body_words,
         "INTERPRET": INTERPRETED,
-        "num_warps": WARPS,
+        "num_warps": warps,
         "maxnreg": MAX_REGISTERS,
         # The reference rounds a product before it adds to it.
         "enable_fp_fusion": False,

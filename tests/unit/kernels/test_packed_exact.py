@@ -190,6 +190,13 @@ def test_where_no_record_fits(device):
         assert torch.equal(raw[:, :half], packed.raw[:, :half])
         assert torch.equal(raw[:num_rows], packed.raw[:num_rows])
         assert not raw[num_rows:, half:].any()
+    # What lies in front of the rows is not read.
+    rows = packed.raw_v.new_full((3, half), 7).to(device)[1:]
+    none = torch.zeros(len(packed.records), dtype=torch.int32, device=device)
+    given = (packed.anchors.to(device), packed.records.to(device), rows)
+    raw = unpack(*given, packed.anchor_layout, packed.layout, none).cpu()
+    assert torch.equal(raw[:, :half], packed.raw[:, :half])
+    assert not raw[:, half:].any()
 
 
 def test_damaged_records_are_read_within_their_bodies(device):
@@ -355,11 +362,16 @@ def test_neither_waits_for_the_device(device):
         rows.to(device) for rows in (packed.anchors, packed.raw, packed.records, packed.raw_v)
     )
     layouts = (packed.anchor_layout, packed.layout)
+    rows = torch.arange(len(raw), device=device)
+    pools = [each[:, None, None] for each in (torch.empty_like(raw), anchors, records)]
+    into = (pools[0], rows, pools[1], rows, pools[2], raw_v, rows[:, None, None], *layouts)
     pack(anchors, raw, *layouts)
     unpack(anchors, records, raw_v, *layouts)
+    unpack_into(*into)
     torch.cuda.set_sync_debug_mode("error")
     try:
         pack(anchors, raw, *layouts)
         unpack(anchors, records, raw_v, *layouts)
+        unpack_into(*into)
     finally:
         torch.cuda.set_sync_debug_mode("default")

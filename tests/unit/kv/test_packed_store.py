@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.core.errors import CapacityError
+from sglang_kvspec.kv import packed_store
 from sglang_kvspec.kv.copy_streams import SyncStream
 from sglang_kvspec.kv.host_copies import HostCopies
 from sglang_kvspec.kv.packed_store import PackedStore
@@ -200,9 +202,11 @@ def test_a_freed_page_leaves_nothing_behind(hosted):
     cache.evict()
     cache.free(1, 2)
     assert cache.store.num_unfit == 0
-    cache.encode(p1=0, p2=0)
+    cache.encode(p1=0, p2=1)
     cache.evict()
-    assert cache.store.num_unfit == 0
+    assert cache.store.num_unfit == 1
+    read = cache.kv.residuals.read_pages([1, 2])
+    assert torch.equal(read, torch.stack([cache.content[page] for page in (1, 2)]))
     cache.fetch(1, 2, by_layer=True)
 
 
@@ -243,19 +247,31 @@ def test_a_warm_up_leaves_nothing_behind(hosted):
 
 class ClockedStream(SyncStream):
     """Stream that counts its work, and knows how much of other streams' work is done before its
-    own."""
+    own. current: the stream that torch works on."""
+
+    current_stream = None
 
     def __init__(self):
         self.now = 0
         self.known = Counter()
+        # Called before each copy.
+        self.before_copy = lambda: None
 
     def copy_pages(self, *args):
+        self.before_copy()
         super().copy_pages(*args)
         self.now += 1
 
     def copy_rows(self, *args):
+        self.before_copy()
         super().copy_rows(*args)
         self.now += 1
+
+    @contextmanager
+    def current(self):
+        before, ClockedStream.current_stream = ClockedStream.current_stream, self
+        yield
+        ClockedStream.current_stream = before
 
     def mark(self, *, timed=False):
         event = super().mark(timed=timed)
@@ -268,30 +284,45 @@ class ClockedStream(SyncStream):
 
 @by_layer
 @pytest.mark.parametrize("lost", [None, "stream", "link"])
-def test_a_buffer_is_written_once_it_was_unpacked_and_read_once_it_is_there(
-    hosted, monkeypatch, by_layer, lost
-):
+def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, by_layer, lost):
     """lost: a stream that does not wait, as a fault."""
     monkeypatch.setattr("sglang_kvspec.kv.packed_store.AT_ONCE_BYTES", 40_000)
     cache = hosted()
     store, stream = cache.store, ClockedStream()
     link = store._link = ClockedStream()
-    buffer, unpacked = store._buffer, []
-    unpack = PackedResidual.unpack_into
+    unpack, buffer, send = PackedResidual.unpack_into, store._buffer, packed_store.sent_together
+    # Times of `stream`: of its last sends, and of the last unpacking of each buffer.
+    sent, unpacked, given = 0, {0: 0, 1: 0}, []
+
+    def send_on_the_stream(*args):
+        nonlocal sent
+        assert ClockedStream.current_stream is stream, "is sent on another stream"
+        stream.now += 1
+        sent = stream.now
+        return send(*args)
 
     def unpack_what_is_there(*args):
+        assert ClockedStream.current_stream is stream, "is unpacked on another stream"
         assert stream.known[link] == link.now, "records are read before they are there"
         stream.now += 1
-        unpacked.append(stream.now)
+        unpacked[given[-1]] = stream.now
         return unpack(*args)
 
-    def buffer_that_was_unpacked(*args):
-        given = buffer(*args)
-        assert link.known[stream] >= (unpacked[-2] if len(unpacked) > 1 else 1), "is read"
-        return given
+    def buffer_that_was_unpacked(number, shape):
+        found = buffer(number, shape)
+        assert link.known[stream] >= unpacked[number], "is read"
+        assert found.data_ptr() == store._buffers[number].data_ptr()
+        assert given[-1:] != [number], "is read while it is written again"
+        given.append(number)
+        return found
 
+    def is_sent():
+        assert link.known[stream] >= sent > 0, "what was not sent is read"
+
+    link.before_copy = is_sent
     monkeypatch.setattr(PackedResidual, "unpack_into", unpack_what_is_there)
     monkeypatch.setattr(store, "_buffer", buffer_that_was_unpacked)
+    monkeypatch.setattr(packed_store, "sent_together", send_on_the_stream)
     cache.encode(p1=0, p2=1)
     cache.encode(p3=0, p4=0)
     cache.encode(p5=SPARE + 1)
@@ -303,6 +334,7 @@ def test_a_buffer_is_written_once_it_was_unpacked_and_read_once_it_is_there(
     pages, slots = [1, 2, 3, 4], [0, 1, 2, 3]
 
     def get():
+        given.clear()
         if by_layer:
             for _ in store.get_by_layer(stream, slots, pages):
                 pass
@@ -311,10 +343,29 @@ def test_a_buffer_is_written_once_it_was_unpacked_and_read_once_it_is_there(
 
     if lost is None:
         get()
-        assert len(unpacked) > 3
+        assert len(given) > 3
+        get()
     else:
         with pytest.raises(AssertionError, match=r"is read|are read"):
             get()
+
+
+def test_v_of_few_pages_is_on_its_way_at_once(hosted, monkeypatch):
+    """Each page has more V than is kept for it."""
+    monkeypatch.setattr("sglang_kvspec.kv.packed_store.AT_ONCE_BYTES", 100_000)
+    cache = hosted()
+    begin, begun = cache.store._begin, []
+
+    def begin_and_note(stream, slots, pages):
+        begun.append(list(pages))
+        return begin(stream, slots, pages)
+
+    monkeypatch.setattr(cache.store, "_begin", begin_and_note)
+    cache.encode(p1=RECORDS, p2=RECORDS)
+    cache.encode(p3=RECORDS)
+    cache.evict()
+    cache.fetch(1, 2, 3, by_layer=False)
+    assert begun == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
