@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -153,10 +154,11 @@ class PackedResidual:
         there = self.unpack_records(*flat, raw_v, ranks.flatten(1, 2))
         raw[raw_rows] = there.view(*records.shape[:3], -1)
 
-    def _unpack_into_by_kernel(self, *tensors: torch.Tensor) -> None:
+    @property
+    def _unpack_into_by_kernel(self) -> Callable[..., None]:
         from kvspec_kernels.ops.packed_exact import unpack_into
 
-        unpack_into(*tensors, self.anchor_layout, self.layout)
+        return partial(unpack_into, anchor_layout=self.anchor_layout, layout=self.layout)
 
     def _pack_by_kernel(
         self, anchor: torch.Tensor, residual: torch.Tensor
