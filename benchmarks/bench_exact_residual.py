@@ -283,7 +283,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--patterns", type=int, default=1, help="0: no bit patterns")
     add("--threads", type=int, default=1)
     add("--seed", type=int, default=0)
-    add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "exact_residual.json")
+    add("--out", type=Path, default=ROOT / "benchmarks" / "results" / "exact_residual_bits.json")
     args = parser.parse_args()
     args.models = [(name, Path(folder), text) for name, folder, text in args.models or models]
     for _, folder, _ in args.models:

@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from acceptance.parts import answers_figures
 from acceptance.report import Figure, figure_of, write_json
 from serving.systems import BASELINE, INT4_WEIGHTS
 
@@ -38,7 +39,6 @@ SATURATION = ".saturation."
 ACCEPTED = ".mean_of_16"
 VS_TARGET_WEIGHTS = ".vs_target_weights"
 MAIN_ACCEPTANCE = "w4.accept.vs_target_weights"
-ANSWERS = ("answers", "mismatches")
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -79,7 +79,8 @@ def main() -> None:
         )
     for name in args.ngram:
         figures += [figure_of(row, row["name"]) for row in part(name)]
-    figures += answers_figures(row for name in args.answers for row in part(name))
+    rows = (row for name in args.answers for row in part(name))
+    figures += answers_figures(rows, "draft_cost.identity")
     write_json(args.out, "draft_cost", torch.device("cpu"), {"parts": parts}, figures)
 
 
@@ -130,16 +131,6 @@ def _ratio(name: str, row: Mapping[str, Any], base: Mapping[str, Any]) -> Figure
     shares = [each["spread"] / each["value"] for each in (row, base) if each["spread"] is not None]
     spread = value * sum(share**2 for share in shares) ** 0.5 if len(shares) == 2 else None
     return Figure(name, value, "x the same target without copies, tokens/s", spread, base["value"])
-
-
-def answers_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
-    """Return how many answers were compared with drafting off, and how many differ."""
-    sums = dict.fromkeys(ANSWERS, 0)
-    for row in rows:
-        head, _, kind = row["name"].rpartition(".")
-        if head.startswith("lossless.") and kind in sums:
-            sums[kind] += row["value"]
-    return [Figure(f"draft_cost.identity.{kind}", sums[kind], "answers") for kind in ANSWERS]
 
 
 if __name__ == "__main__":

@@ -250,6 +250,13 @@ EXACTRES_TITLES = {
     ),
     "exactres.roundtrip.mismatches": ("values that came back with other bits", "0"),
     "exactres.patterns": ("bit patterns in cells of an anchor, of 1,048,576", "all"),
+    "exactres.encode.tbps": ("TB/s read while packing, H200", "1.0 or more"),
+    "exactres.restore.tbps": ("TB/s read while unpacking, H200", "1.5 or more"),
+    "exactres.fetch.by_page.alone.vs_raw": ("packed pages a second from the host, over raw", ""),
+    "exactres.fetch.by_page.drafting.vs_raw": ("the same while drafting", ""),
+    "exactres.fetch.by_layer.alone.vs_raw": ("packed pages a second by layer, over raw", ""),
+    "exactres.identity.answers": ("answers compared", "400 or more"),
+    "exactres.identity.mismatches": ("answers that differ", "0"),
 }
 DRAFT_COST_TITLES = {
     "w4.products.m1": ("products of a layer, 1 row, times as fast as bf16", "2"),

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from acceptance.report import Figure
+
+# Counts in reports of GPU servers' tests by target, and all of a report of `-m identity`.
+COMPARED = re.compile(r"(?:lossless\..+|identity)\.(answers|mismatches)")
 
 
 class Parts:
@@ -25,3 +31,16 @@ class Parts:
             source["commit"] = f"{self._commits[name]} (given)"
         self.sources[name] = source
         return result
+
+
+def answers_figures(rows: Iterable[Mapping[str, Any]], head: str) -> list[Figure]:
+    """Return, as `head`.answers and `head`.mismatches, how many answers tests compared, and how
+    many of them differ. rows: figures of reports."""
+    sums = {"answers": 0, "mismatches": 0}
+    for row in rows:
+        if match := COMPARED.fullmatch(row["name"]):
+            sums[match[1]] += row["value"]
+    return [
+        Figure(f"{head}.answers", sums["answers"], "answers"),
+        Figure(f"{head}.mismatches", sums["mismatches"], "answers", None, 0),
+    ]

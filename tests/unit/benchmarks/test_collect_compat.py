@@ -56,18 +56,6 @@ def test_ratios_of_both_codecs_are_left_out():
     assert values(collect_compat.attention_figures(rows)) == expected
 
 
-def test_answers_of_all_targets_and_reports_are_counted_together():
-    rows = [
-        row("lossless.exact.answers", 100),
-        row("lossless.exact.mismatches", 0),
-        row("lossless.int8.answers", 40),
-        row("lossless.int8.mismatches", 1),
-    ]
-    found = collect_compat.answers_figures(rows)
-    assert values(found) == {"triton.identity.answers": 140, "triton.identity.mismatches": 1}
-    assert [each.baseline for each in found] == [None, 0]
-
-
 def test_a_test_of_several_runs_counts_once():
     runs = [
         {"a": "passed", "b": "failed", "c": "skipped"},
