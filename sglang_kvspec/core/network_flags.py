@@ -94,8 +94,8 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         "prefix servers and in split transfers: all bits (`raw`), or only what anchors do not tell "
         "(`packed`), about half as many bytes in bf16",
         note="both servers of a transfer, and all servers of a prefix server or folder, need the "
-        "same form to share pages; `packed` was tested on CPU servers only, and a GPU takes it "
-        "with `SGLANG_KVSPEC_UNTESTED=1`",
+        "same form to share pages; few tests of `packed` ran on a GPU, which takes it with "
+        "`SGLANG_KVSPEC_UNTESTED=1`",
         needs=(
             Need(
                 has_exact_target,
