@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +28,27 @@ class PackedRecords(NamedTuple):
     records: torch.Tensor
     fits: torch.Tensor
     raw_v: torch.Tensor
+
+
+class Unpack(Protocol):
+    """Function that unpacks records into pools, see PackedResidual.unpacker()."""
+
+    def __call__(
+        self,
+        raw_rows: torch.Tensor,
+        anchor_rows: torch.Tensor,
+        records: torch.Tensor,
+        raw_v: torch.Tensor,
+        ranks: torch.Tensor,
+        first_layer: int = 0,
+    ) -> None:
+        """Set the n layers from first_layer on of raw[raw_rows[i]] to unpack_records() of
+        records[i] beside anchors[anchor_rows[i]], in place.
+
+        raw_rows, anchor_rows: [N] int64. records: [N, n, num_kv_heads, record_bytes] uint8. ranks:
+        [N, layers, num_kv_heads] int32.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,34 +151,32 @@ class PackedResidual:
             residual[some] = exact.encode(*pages, self.raw_layout)
         return residual
 
-    def unpack_into(
-        self,
-        raw: torch.Tensor,
-        raw_rows: torch.Tensor,
-        anchors: torch.Tensor,
-        anchor_rows: torch.Tensor,
-        records: torch.Tensor,
-        raw_v: torch.Tensor,
-        ranks: torch.Tensor,
-    ) -> None:
-        """Set raw[raw_rows[i]] to unpack_records() of records[i] beside anchors[anchor_rows[i]], in
-        place. Do not wait for the device.
+    def unpacker(self, raw: torch.Tensor, anchors: torch.Tensor) -> Unpack:
+        """Return a function that unpacks records beside rows of `anchors` into rows of `raw`: pools
+        of [S, layers, num_kv_heads, bytes] uint8 on one device. It does not wait for the device."""
+        if raw.is_cuda:
+            return self._unpacker_by_kernel(raw, anchors)
 
-        raw, anchors, records: [T], [S] and [N] pages of [layers, num_kv_heads, bytes] uint8.
-        raw_rows, anchor_rows: [N] int64. ranks: [N, layers, num_kv_heads] int64.
-        """
-        if records.is_cuda:
-            self._unpack_into_by_kernel(raw, raw_rows, anchors, anchor_rows, records, raw_v, ranks)
-            return
-        flat = (anchors[anchor_rows].flatten(1, 2), records.flatten(1, 2))
-        there = self.unpack_records(*flat, raw_v, ranks.flatten(1, 2))
-        raw[raw_rows] = there.view(*records.shape[:3], -1)
+        def unpack_rows(
+            raw_rows: torch.Tensor,
+            anchor_rows: torch.Tensor,
+            records: torch.Tensor,
+            raw_v: torch.Tensor,
+            ranks: torch.Tensor,
+            first_layer: int = 0,
+        ) -> None:
+            layers = slice(first_layer, first_layer + records.shape[1])
+            known = anchors[:, layers][anchor_rows].flatten(1, 2)
+            ranks = ranks[:, layers].flatten(1, 2)
+            unpacked = self.unpack_records(known, records.flatten(1, 2), raw_v, ranks)
+            raw[raw_rows, layers] = unpacked.view(*records.shape[:3], -1)
 
-    @property
-    def _unpack_into_by_kernel(self) -> Callable[..., None]:
-        from kvspec_kernels.ops.packed_exact import unpack_into
+        return unpack_rows
 
-        return partial(unpack_into, anchor_layout=self.anchor_layout, layout=self.layout)
+    def _unpacker_by_kernel(self, raw: torch.Tensor, anchors: torch.Tensor) -> Unpack:
+        from kvspec_kernels.ops.packed_exact import Unpacker
+
+        return Unpacker(raw, anchors, self.anchor_layout, self.layout)
 
     def _pack_by_kernel(
         self, anchor: torch.Tensor, residual: torch.Tensor

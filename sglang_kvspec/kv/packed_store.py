@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import TypeVar
 
 import torch
 
-from sglang_kvspec.codecs.packed_residual import PackedResidual
+from sglang_kvspec.codecs.packed_residual import PackedResidual, Unpack
 from sglang_kvspec.kv.copy_streams import CopyStream, Event
 from sglang_kvspec.kv.packed_pages import PackedPages
 from sglang_kvspec.kv.record_pool import RecordPool
@@ -202,13 +203,12 @@ class PackedStore:
                 self.get(stream, *zip(*pairs, strict=True))
             return
         fetch = self._begin(stream, slots, pages)
-        every_layer = slice(0, self._cache.num_layers)
         for number, begin in enumerate(range(0, len(pages), self._most_pages)):
             some = slice(begin, begin + self._most_pages)
             ids = pages[some]
             records = self._buffer(number % 2, (len(ids), *self._records.page_shape))
             self._link.copy_pages(records, range(len(ids)), self._records.pages, ids)
-            self._unpack(stream, number % 2, fetch, some, every_layer, records)
+            self._unpack(stream, number % 2, fetch, some, records)
 
     def get_by_layer(
         self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]
@@ -227,8 +227,7 @@ class PackedStore:
                 records = self._buffer(number % 2, (len(ids), *self._records.page_shape[1:]))
                 rows = self._records.layer(layer)
                 self._link.copy_rows(records, fetch.numbers[: len(ids)], rows, ids)
-                one_layer = slice(layer, layer + 1)
-                self._unpack(stream, number % 2, fetch, some, one_layer, records[:, None])
+                self._unpack(stream, number % 2, fetch, some, records[:, None], layer)
                 number += 1
             yield
 
@@ -288,23 +287,27 @@ class PackedStore:
         buffer: int,
         fetch: _Fetch,
         some: slice,
-        layers: slice,
         records: torch.Tensor,
+        first_layer: int = 0,
     ) -> None:
         """Unpack records of some pages and layers, which the link has written to a buffer, into the
         cache."""
         stream.wait(self._link.mark())
         with stream.current():
-            self._packed.unpack_into(
-                self._cache.by_slot[:, layers],
+            self._unpack_into_cache(
                 fetch.slots[some],
-                self._anchors().by_slot[:, layers],
                 fetch.pages[some],
                 records,
                 fetch.raw_v,
-                fetch.ranks[some, layers],
+                fetch.ranks[some],
+                first_layer,
             )
         self._unpacked[buffer] = stream.mark()
+
+    @cached_property
+    def _unpack_into_cache(self) -> Unpack:
+        # Late: the anchors' pool is made after this store.
+        return self._packed.unpacker(self._cache.by_slot, self._anchors().by_slot)
 
     def _has_much_v(self, pages: Sequence[int]) -> bool:
         """Return True if V of the records that do not fit takes more memory than is kept for V on

@@ -134,40 +134,38 @@ def _in_rows(values, PART: tl.constexpr, TILES: tl.constexpr, SEGMENTS: tl.const
 
 
 @triton.jit
-def _locate(row, num_layers, NUM_SEGMENTS: tl.constexpr, HEADS: tl.constexpr):
-    """Return the record of a row of segments, its segment, and the record's page, layer and
-    head."""
+def _locate(row, sizes, NUM_SEGMENTS: tl.constexpr, HEADS: tl.constexpr):
+    """Return the record of a row of segments, its segment, and where the record belongs: its page,
+    its layer of the pools, and its head. sizes: see `unpack_kernel`."""
+    _, num_layers, first_layer = sizes
     record = row // NUM_SEGMENTS
     layers = record // HEADS
     page = layers // num_layers
-    return record, row % NUM_SEGMENTS, page, layers - page * num_layers, record % HEADS
+    return (
+        record,
+        row % NUM_SEGMENTS,
+        page,
+        first_layer + layers - page * num_layers,
+        record % HEADS,
+    )
 
 
 @triton.jit
-def _place(rows_ptr, page, layer, head, stride_row, stride_layer, stride_head):
-    """Return the offset of a record of a pool. rows_ptr: the pool's row of each page."""
+def _place(pool, page, layer, head):
+    """Return the pointers to records of a pool, see `unpack_kernel`."""
+    pool_ptr, rows_ptr, stride_row, stride_layer, stride_head = pool
     place = tl.load(rows_ptr + page).to(tl.int64) * stride_row
-    return place + layer.to(tl.int64) * stride_layer + head * stride_head
+    return pool_ptr + (place + layer.to(tl.int64) * stride_layer + head * stride_head)
 
 
 @triton.jit
 def _store_rows(
     tiles,
-    records_ptr,
-    raw_v_ptr,
-    ranks_ptr,
-    raw_ptr,
-    raw_rows_ptr,
-    num_rows,
-    num_layers,
-    num_raw_v,
-    stride_record,
-    stride_raw_v,
-    stride_rank_row,
-    stride_rank_layer,
-    stride_raw_row,
-    stride_raw_layer,
-    stride_raw_head,
+    records,
+    raw_v,
+    ranks,
+    raw,
+    sizes,
     PART: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -180,10 +178,10 @@ def _store_rows(
     instead."""
     index = tl.arange(0, SEGMENTS * TILES * 16)[:, None]
     row = tl.program_id(0) * SEGMENTS + index // (TILES * 16)
-    mask = row < num_rows
+    mask = row < sizes[0]
     # What is past the end stores nothing.
     record, segment, page, layer, head = _locate(
-        tl.minimum(row, num_rows - 1), num_layers, NUM_SEGMENTS, HEADS
+        tl.minimum(row, sizes[0] - 1), sizes, NUM_SEGMENTS, HEADS
     )
     # Row and column, in tiles, of the stored operand.
     COLUMNS: tl.constexpr = (HEAD_DIM if PART == 0 else PAGE_SIZE) // 16
@@ -197,13 +195,9 @@ def _store_rows(
         offs = token * HEAD_DIM + tile // COLUMNS * 16 + tl.arange(0, 16)[None, :]
     item: tl.constexpr = tl.int32 if PART == 0 else tl.int16
     PART_WORDS: tl.constexpr = PAGE_SIZE * HEAD_DIM // 2
-    target_ptr = (
-        raw_ptr
-        + PART * PART_WORDS
-        + _place(raw_rows_ptr, page, layer, head, stride_raw_row, stride_raw_layer, stride_raw_head)
-    )
+    target_ptr = _place(raw, page, layer, head) + PART * PART_WORDS
     target_ptr = target_ptr.to(tl.pointer_type(item)) + offs
-    record_ptr = records_ptr + record.to(tl.int64) * stride_record
+    record_ptr = records[0] + record.to(tl.int64) * records[1]
     fits = tl.load(record_ptr) & 0xFFFF == 1
     tl.store(target_ptr, tiles, mask=mask & fits)
     mask_raw = mask & (fits == 0)
@@ -213,43 +207,25 @@ def _store_rows(
             source_ptr = record_ptr + RAW_WORDS
             mask_load = mask_raw
         else:
+            ranks_ptr, stride_row, stride_layer = ranks
+            rank_ptr = ranks_ptr + (page * stride_row + layer * stride_layer + head)
             # Ranks count from 1. A record that was rewritten since ranks were given may have none.
-            rank_ptr = ranks_ptr + (page * stride_rank_row + layer * stride_rank_layer + head)
             rank = tl.load(rank_ptr, mask=mask_raw, other=1).to(tl.int64) - 1
-            source_ptr = raw_v_ptr + rank * stride_raw_v
-            mask_load = mask_raw & (rank >= 0) & (rank < num_raw_v)
+            source_ptr = raw_v[0] + rank * raw_v[1]
+            mask_load = mask_raw & (rank >= 0) & (rank < raw_v[2])
         source_ptr = source_ptr.to(tl.pointer_type(item)) + offs
         bits = tl.load(source_ptr, mask=mask_load, other=0)
         tl.store(target_ptr, bits, mask=mask_raw)
 
 
-# Places in lists of pages and of ranks differ from call to call.
-@triton.jit(
-    do_not_specialize=["num_rows", "num_layers", "num_raw_v", "stride_rank_row",
-                       "stride_rank_layer"],
-    do_not_specialize_on_alignment=["anchor_rows_ptr", "raw_rows_ptr", "ranks_ptr"],
-)  # fmt: skip
-def unpack_kernel(
-    anchors_ptr,
-    anchor_rows_ptr,
-    records_ptr,
-    raw_v_ptr,
-    ranks_ptr,
-    raw_ptr,
-    raw_rows_ptr,
-    num_rows,
-    num_layers,
-    num_raw_v,
-    stride_anchor_row,
-    stride_anchor_layer,
-    stride_anchor_head,
-    stride_record,
-    stride_raw_v,
-    stride_rank_row,
-    stride_rank_layer,
-    stride_raw_row,
-    stride_raw_layer,
-    stride_raw_head,
+@triton.jit
+def _unpack_part(
+    anchors,
+    records,
+    raw_v,
+    ranks,
+    raw,
+    sizes,
     PART: tl.constexpr,
     FIELDS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -264,30 +240,18 @@ def unpack_kernel(
     BODY_WORDS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Unpack K (PART 0) or V (PART 1) of SEGMENTS segments of any records a program: grid
-    (num_rows / SEGMENTS,). num_rows: segments of a part in all records, which are those of HEADS
-    heads, of num_layers layers, of pages.
-
-    All pointers are int32, with strides in words, but three of integers: anchor_rows_ptr and
-    raw_rows_ptr, each page's row of anchors_ptr and of raw_ptr; and ranks_ptr, the row of raw V of
-    each record that does not fit, counted from 1. num_raw_v: rows of raw V. Other arguments are
-    those of `pack_kernel`.
-    """
+    """Do the work of `unpack_kernel` for K (PART 0) or V (PART 1)."""
     RUNS: tl.constexpr = 16 * TILES
     thread = tl.arange(0, SEGMENTS * RUNS)
     # Without masks on loads, there are fewer instructions: what is past the end reads again.
-    row = tl.minimum(tl.program_id(0) * SEGMENTS + thread // RUNS, num_rows - 1)
+    row = tl.minimum(tl.program_id(0) * SEGMENTS + thread // RUNS, sizes[0] - 1)
     run = thread % RUNS
-    record, segment, page, layer, head = _locate(row, num_layers, NUM_SEGMENTS, HEADS)
-    anchor_ptr = anchors_ptr + _place(
-        anchor_rows_ptr, page, layer, head, stride_anchor_row, stride_anchor_layer,
-        stride_anchor_head,
-    )  # fmt: skip
+    record, segment, page, layer, head = _locate(row, sizes, NUM_SEGMENTS, HEADS)
     widths, bases, size = _rules(
-        anchor_ptr, segment, run, PART, FIELDS, PAGE_SIZE, HEAD_DIM, TILES, K_GROUP, DTYPE,
-        MANTISSA_BITS, INTERPRET,
+        _place(anchors, page, layer, head), segment, run, PART, FIELDS, PAGE_SIZE, HEAD_DIM, TILES,
+        K_GROUP, DTYPE, MANTISSA_BITS, INTERPRET,
     )  # fmt: skip
-    record_ptr = records_ptr + record.to(tl.int64) * stride_record
+    record_ptr = records[0] + record.to(tl.int64) * records[1]
     starts_ptr = (record_ptr + HEADER_WORDS).to(tl.pointer_type(tl.uint16)) + PART * NUM_SEGMENTS
     start = tl.load(starts_ptr + segment).to(tl.int32)
     body_ptr = (record_ptr + (HEADER_WORDS + NUM_SEGMENTS)).to(tl.pointer_type(tl.uint32))
@@ -296,13 +260,81 @@ def unpack_kernel(
     values, escapes, count = _load_codes(
         body_ptr, widths, bases, start * 32 + before, MANTISSA_BITS, BODY_WORDS
     )
-    sizes = packed_rules.for_each(tl.sum(by_run, axis=1), RUNS)
-    place = start * 2 + (sizes + 15 >> 4) - count
+    lengths = packed_rules.for_each(tl.sum(by_run, axis=1), RUNS)
+    place = start * 2 + (lengths + 15 >> 4) - count
     place += tl.cumsum(count.reshape(SEGMENTS, RUNS), axis=1).reshape(SEGMENTS * RUNS)
     values = _load_escapes(body_ptr, values, escapes, place, BODY_WORDS)
     _store_rows(
-        _in_rows(values, PART, TILES, SEGMENTS), records_ptr, raw_v_ptr, ranks_ptr, raw_ptr,
-        raw_rows_ptr, num_rows, num_layers, num_raw_v, stride_record, stride_raw_v,
-        stride_rank_row, stride_rank_layer, stride_raw_row, stride_raw_layer, stride_raw_head,
-        PART, PAGE_SIZE, HEAD_DIM, TILES, NUM_SEGMENTS, SEGMENTS, HEADS,
+        _in_rows(values, PART, TILES, SEGMENTS), records, raw_v, ranks, raw, sizes, PART, PAGE_SIZE,
+        HEAD_DIM, TILES, NUM_SEGMENTS, SEGMENTS, HEADS,
     )  # fmt: skip
+
+
+# Places in lists of pages and of ranks differ from call to call.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_layers", "first_layer", "num_raw_v", "stride_rank_row",
+                       "stride_rank_layer"],
+    do_not_specialize_on_alignment=["anchor_rows_ptr", "raw_rows_ptr", "ranks_ptr"],
+)  # fmt: skip
+def unpack_kernel(
+    anchors_ptr,
+    anchor_rows_ptr,
+    records_ptr,
+    raw_v_ptr,
+    ranks_ptr,
+    raw_ptr,
+    raw_rows_ptr,
+    num_rows,
+    num_layers,
+    first_layer,
+    num_raw_v,
+    stride_anchor_row,
+    stride_anchor_layer,
+    stride_anchor_head,
+    stride_record,
+    stride_raw_v,
+    stride_rank_row,
+    stride_rank_layer,
+    stride_raw_row,
+    stride_raw_layer,
+    stride_raw_head,
+    K_FIELDS: tl.constexpr,
+    V_FIELDS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILES: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    BODY_WORDS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Unpack SEGMENTS segments of K or of V of any records a program: grid (num_rows / SEGMENTS,
+    2). num_rows: segments of a part in all records, which are those of HEADS heads, of num_layers
+    layers, of pages. first_layer: of the pools and of ranks.
+
+    All pointers are int32, with strides in words, but three of integers: anchor_rows_ptr and
+    raw_rows_ptr, each page's row of anchors_ptr and of raw_ptr; and ranks_ptr, the row of raw V of
+    each record that does not fit, counted from 1. num_raw_v: rows of raw V. K_FIELDS, V_FIELDS and
+    other arguments are those of `pack_kernel` for both parts.
+    """
+    anchors = (
+        anchors_ptr, anchor_rows_ptr, stride_anchor_row, stride_anchor_layer, stride_anchor_head
+    )  # fmt: skip
+    raw = (raw_ptr, raw_rows_ptr, stride_raw_row, stride_raw_layer, stride_raw_head)
+    records, raw_v = (records_ptr, stride_record), (raw_v_ptr, stride_raw_v, num_raw_v)
+    ranks = (ranks_ptr, stride_rank_row, stride_rank_layer)
+    sizes = (num_rows, num_layers, first_layer)
+    if tl.program_id(1) == 0:
+        _unpack_part(
+            anchors, records, raw_v, ranks, raw, sizes, 0, K_FIELDS, PAGE_SIZE, HEAD_DIM, TILES,
+            NUM_SEGMENTS, SEGMENTS, HEADS, K_GROUP, DTYPE, MANTISSA_BITS, BODY_WORDS, INTERPRET,
+        )  # fmt: skip
+    else:
+        _unpack_part(
+            anchors, records, raw_v, ranks, raw, sizes, 1, V_FIELDS, PAGE_SIZE, HEAD_DIM, TILES,
+            NUM_SEGMENTS, SEGMENTS, HEADS, K_GROUP, DTYPE, MANTISSA_BITS, BODY_WORDS, INTERPRET,
+        )  # fmt: skip

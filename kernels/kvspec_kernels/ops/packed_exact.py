@@ -91,77 +91,90 @@ def unpack(
         ranks = (~fits).cumsum(0)
     _check_lengths(anchors, ranks=ranks)
     rows = torch.arange(len(records), device=anchors.device)
-    pools = [each[:, None, None] for each in (raw, anchors, records)]
-    unpack_into(
-        pools[0], rows, pools[1], rows, pools[2], raw_v, ranks[:, None, None], anchor_layout, layout
-    )
+    # A page is a record here, of one layer and head.
+    unpacker = Unpacker(raw[:, None, None], anchors[:, None, None], anchor_layout, layout)
+    unpacker(rows, rows, records[:, None, None], raw_v, ranks[:, None, None])
     return raw
 
 
-def unpack_into(
-    raw: torch.Tensor,
-    raw_rows: torch.Tensor,
-    anchors: torch.Tensor,
-    anchor_rows: torch.Tensor,
-    records: torch.Tensor,
-    raw_v: torch.Tensor,
-    ranks: torch.Tensor,
-    anchor_layout: RecordLayout,
-    layout: PackedLayout,
-) -> None:
-    """Set raw[raw_rows[i]] to unpack() of records[i] beside anchors[anchor_rows[i]], in place.
+class Unpacker:
+    """Function that unpacks records beside rows of one pool into rows of another. The pools are
+    checked once, as a fetch calls this for each layer."""
 
-    raw: [T, layers, heads, 2 * layout.raw_nbytes] uint8. anchors: [S, layers, heads,
-    anchor_layout.nbytes] uint8. records: [N, layers, heads, layout.nbytes] uint8, with equal steps
-    between records. raw_rows, anchor_rows: [N] integers, contiguous; raw_rows distinct. ranks: [N,
-    layers, heads] integers of equal steps between heads, of 1.
-    Allocates nothing. Row numbers are not checked. Other arguments and errors are those of
-    unpack().
-    """
-    fields_of_parts, constants = _constants(anchor_layout, layout, WARPS)
-    num_pages, *inner, _ = records.shape
-    for name, pool, nbytes in (
-        ("raw", raw, 2 * layout.raw_nbytes),
-        ("anchors", anchors, anchor_layout.nbytes),
-        ("records", records, layout.nbytes),
-    ):
-        _check(pool, nbytes, anchors, name, inner)
-    _check(raw_v, layout.raw_nbytes, anchors, "raw_v")
-    _check_lengths(records, raw_rows=raw_rows, anchor_rows=anchor_rows, ranks=ranks)
-    num_layers, num_heads = inner
-    num_rows = num_pages * num_layers * num_heads * layout.num_segments
-    if not num_rows:
-        return
-    by_record = records.flatten(0, 2)
-    assert by_record.data_ptr() == records.data_ptr(), "steps between records must be equal"
-    assert ranks.shape[1:] == (num_layers, num_heads), f"ranks must be [N, {inner}]"
-    assert ranks.stride(2) == 1 or num_heads == 1, "ranks of heads must be neighbours"
-    for part, fields in enumerate(fields_of_parts):
-        unpack_kernel[(triton.cdiv(num_rows, constants["SEGMENTS"]),)](
-            anchors_ptr=anchors.view(torch.int32),
+    def __init__(
+        self,
+        raw: torch.Tensor,
+        anchors: torch.Tensor,
+        anchor_layout: RecordLayout,
+        layout: PackedLayout,
+    ) -> None:
+        """raw: [T, layers, heads, 2 * layout.raw_nbytes] uint8. anchors: [S, layers, heads,
+        anchor_layout.nbytes] uint8. Errors are those of pack()."""
+        (k_fields, v_fields), constants = _constants(anchor_layout, layout, WARPS)
+        self._layers, self._heads = anchors.shape[1:3]
+        inner = (self._layers, self._heads)
+        _check(raw, 2 * layout.raw_nbytes, anchors, "raw", inner)
+        _check(anchors, anchor_layout.nbytes, anchors, "anchors", inner)
+        self._layout, self._like, self._segments = layout, anchors, constants["SEGMENTS"]
+        strides = {
+            f"stride_{name}_{what}": stride // WORD_BYTES
+            for name, pool in (("anchor", anchors), ("raw", raw))
+            for what, stride in zip(("row", "layer", "head"), pool.stride(), strict=False)
+        }
+        self._arguments = {
+            "anchors_ptr": anchors.view(torch.int32),
+            "raw_ptr": raw.view(torch.int32),
+            "K_FIELDS": k_fields,
+            "V_FIELDS": v_fields,
+            "HEADS": self._heads,
+            **strides,
+            **constants,
+        }
+
+    def __call__(
+        self,
+        raw_rows: torch.Tensor,
+        anchor_rows: torch.Tensor,
+        records: torch.Tensor,
+        raw_v: torch.Tensor,
+        ranks: torch.Tensor,
+        first_layer: int = 0,
+    ) -> None:
+        """Set the n layers from first_layer on of raw[raw_rows[i]] to unpack() of records[i] beside
+        anchors[anchor_rows[i]], in place.
+
+        records: [N, n, heads, layout.nbytes] uint8, with equal steps between records. raw_rows,
+        anchor_rows: [N] integers, contiguous; raw_rows distinct. ranks: [N, layers, heads]
+        integers; heads are neighbours. Allocates nothing, and does not wait for the device. Row
+        numbers are not checked. raw_v and errors are those of unpack().
+        """
+        num_pages, num_layers, num_heads = records.shape[:3]
+        _check(records, self._layout.nbytes, self._like, "records", (num_layers, self._heads))
+        _check(raw_v, self._layout.raw_nbytes, self._like, "raw_v")
+        _check_lengths(records, raw_rows=raw_rows, anchor_rows=anchor_rows, ranks=ranks)
+        assert 0 <= first_layer <= self._layers - num_layers, "the pools must have these layers"
+        assert ranks.shape[1:] == (self._layers, num_heads), "ranks must be [N, layers, heads]"
+        assert ranks.stride(2) == 1 or num_heads == 1, "ranks of heads must be neighbours"
+        num_rows = num_pages * num_layers * num_heads * self._layout.num_segments
+        if not num_rows:
+            return
+        by_record = records.flatten(0, 2)
+        assert by_record.data_ptr() == records.data_ptr(), "steps between records must be equal"
+        unpack_kernel[(triton.cdiv(num_rows, self._segments), 2)](
             anchor_rows_ptr=anchor_rows,
             records_ptr=by_record.view(torch.int32),
             raw_v_ptr=raw_v.view(torch.int32),
             ranks_ptr=ranks,
-            raw_ptr=raw.view(torch.int32),
             raw_rows_ptr=raw_rows,
             num_rows=num_rows,
             num_layers=num_layers,
+            first_layer=first_layer,
             num_raw_v=len(raw_v),
-            stride_anchor_row=anchors.stride(0) // WORD_BYTES,
-            stride_anchor_layer=anchors.stride(1) // WORD_BYTES,
-            stride_anchor_head=anchors.stride(2) // WORD_BYTES,
             stride_record=by_record.stride(0) // WORD_BYTES,
             stride_raw_v=raw_v.stride(0) // WORD_BYTES,
             stride_rank_row=ranks.stride(0),
             stride_rank_layer=ranks.stride(1),
-            stride_raw_row=raw.stride(0) // WORD_BYTES,
-            stride_raw_layer=raw.stride(1) // WORD_BYTES,
-            stride_raw_head=raw.stride(2) // WORD_BYTES,
-            PART=part,
-            FIELDS=fields,
-            HEADS=num_heads,
-            **constants,
+            **self._arguments,
         )
 
 

@@ -17,7 +17,7 @@ from kvspec_kernels.formats import (
     residual_layout,
 )
 from kvspec_kernels.ops import packed_exact as ops
-from kvspec_kernels.ops.packed_exact import pack, unpack, unpack_into
+from kvspec_kernels.ops.packed_exact import Unpacker, pack, unpack
 from kvspec_kernels.packed_format import PackedLayout
 from kvspec_kernels.reference import exact, packed_exact, uniform4
 from kvspec_testkit.kernels.encoding import make_pages
@@ -262,16 +262,14 @@ def test_records_go_from_rows_of_a_pool_to_rows_of_another(size, layer, device):
     some = slice(None) if layer is None else slice(layer, layer + 1)
     wanted[raw_rows, some] = by_page[2][:, some]
     found = raw.to(device)
-    unpack_into(
-        found[:, some],
+    unpacker = Unpacker(found, anchors.to(device), packed.anchor_layout, packed.layout)
+    unpacker(
         raw_rows.to(device),
-        anchors.to(device)[:, some],
         anchor_rows.to(device),
         by_page[1][:, some].contiguous().to(device),
         raw_v.to(device),
-        many.to(device)[1:4, 1:3][:, some],
-        packed.anchor_layout,
-        packed.layout,
+        many.to(device)[1:4, 1:3],
+        layer or 0,
     )
     assert torch.equal(found.cpu(), wanted)
 
@@ -297,13 +295,17 @@ def test_a_codec_packs_alike_by_kernel_and_in_plain_torch(device):
     assert torch.equal(
         form.unpack_records(anchor, wanted.records, rows.cpu(), ranks.cpu()), residual
     )
-    # Pools of one layer, and pages in another order.
+    # Pools of two layers, and pages in another order.
     order = torch.tensor([2, 0, 1], device=device)
-    given = (order, there[0][:, None], order, records[order][:, None], rows, ranks[order][:, None])
-    for unpack_pages in (form.unpack_into, form._unpack_into_by_kernel):
-        raw = torch.zeros_like(there[1])[:, None]
-        unpack_pages(raw, *given)
-        assert torch.equal(raw[:, 0], there[1])
+    anchors, raws = (each[:, None].expand(-1, 2, -1, -1).contiguous() for each in there)
+    given = (order, order, records[order][:, None], rows, ranks[order][:, None].expand(-1, 2, -1))
+    for make in (form.unpacker, form._unpacker_by_kernel):
+        raw = torch.zeros_like(raws)
+        unpack_pages = make(raw, anchors)
+        for layer in range(2):
+            assert not raw[:, layer].any()
+            unpack_pages(*given, layer)
+        assert torch.equal(raw, raws)
 
 
 def test_no_records(device):
@@ -349,10 +351,15 @@ def test_tensors_that_do_not_fit_are_refused(device):
         unpack(anchors, records, packed.raw_v[:, 2:], *layouts)
     with pytest.raises(ValueError, match="ranks must have 14 rows"):
         unpack(anchors, records, packed.raw_v, *layouts, torch.zeros(13, dtype=torch.int64))
-    rows, pools = torch.arange(7), [each.view(7, 1, HEADS, -1) for each in (raw, anchors, records)]
-    given = (rows, pools[1], rows, pools[2], packed.raw_v, torch.zeros(7, 1, HEADS), *layouts)
+    pools = [each.view(7, 1, HEADS, -1) for each in (raw, anchors, records)]
     with pytest.raises(ValueError, match=r"raw must be uint8 \[records, 1, 2, "):
-        unpack_into(pools[0].view(14, 1, 1, -1), *given)
+        Unpacker(pools[0].view(14, 1, 1, -1), pools[1], *layouts)
+    rows, ranks = torch.arange(7), torch.zeros(7, 1, HEADS, dtype=torch.int32)
+    unpacker = Unpacker(*pools[:2], *layouts)
+    with pytest.raises(ValueError, match="anchor_rows must have 7 rows"):
+        unpacker(rows, rows[1:], pools[2], packed.raw_v, ranks)
+    with pytest.raises(AssertionError, match="must have these layers"):
+        unpacker(rows, rows, pools[2], packed.raw_v, ranks, 1)
 
 
 @pytest.mark.gpu
@@ -364,14 +371,15 @@ def test_neither_waits_for_the_device(device):
     layouts = (packed.anchor_layout, packed.layout)
     rows = torch.arange(len(raw), device=device)
     pools = [each[:, None, None] for each in (torch.empty_like(raw), anchors, records)]
-    into = (pools[0], rows, pools[1], rows, pools[2], raw_v, rows[:, None, None], *layouts)
+    unpacker = Unpacker(*pools[:2], *layouts)
+    given = (rows, rows, pools[2], raw_v, rows[:, None, None])
     pack(anchors, raw, *layouts)
     unpack(anchors, records, raw_v, *layouts)
-    unpack_into(*into)
+    unpacker(*given)
     torch.cuda.set_sync_debug_mode("error")
     try:
         pack(anchors, raw, *layouts)
         unpack(anchors, records, raw_v, *layouts)
-        unpack_into(*into)
+        unpacker(*given)
     finally:
         torch.cuda.set_sync_debug_mode("default")

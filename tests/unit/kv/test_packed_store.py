@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 
-from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.kv import packed_store
 from sglang_kvspec.kv.copy_streams import SyncStream
@@ -290,7 +289,7 @@ def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, 
     cache = hosted()
     store, stream = cache.store, ClockedStream()
     link = store._link = ClockedStream()
-    unpack, buffer, send = PackedResidual.unpack_into, store._buffer, packed_store.sent_together
+    unpack, buffer, send = store._unpack_into_cache, store._buffer, packed_store.sent_together
     # Times of `stream`: of its last sends, and of the last unpacking of each buffer.
     sent, unpacked, given = 0, {0: 0, 1: 0}, []
 
@@ -320,7 +319,7 @@ def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, 
         assert link.known[stream] >= sent > 0, "what was not sent is read"
 
     link.before_copy = is_sent
-    monkeypatch.setattr(PackedResidual, "unpack_into", unpack_what_is_there)
+    monkeypatch.setattr(store, "_unpack_into_cache", unpack_what_is_there)
     monkeypatch.setattr(store, "_buffer", buffer_that_was_unpacked)
     monkeypatch.setattr(packed_store, "sent_together", send_on_the_stream)
     cache.encode(p1=0, p2=1)
