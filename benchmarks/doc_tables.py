@@ -324,6 +324,7 @@ def all_tables() -> dict[str, str]:
         "summary": summary(),
         "compressor_identity": identity_table(RESULTS / "compressor_identity.json"),
         "compressor_same_heads": run_table(RESULTS / "compressors_same_heads.json"),
+        "compressor_kvquant": run_table(RESULTS / "compressors_kvquant.json"),
         **compressor_tables(RESULTS / "compressors.json"),
         **flag_tables(),
         **metric_tables(),

@@ -49,8 +49,9 @@ def accepted_table(places: Mapping[str, list[Point]]) -> str:
             rows.setdefault(key, {}).setdefault(title, []).append(point)
     budgets = sorted({p.method.budget for points in places.values() for p in points} - {1.0})
     shares = " / ".join(f"{100 * budget:g}" for budget in budgets)
+    at = f"at {shares} % of the prompt, or " if shares else ""
     lines = [
-        f"Accepted drafts at {shares} % of the prompt, or over all tokens:",
+        f"Accepted drafts {at}over all tokens:",
         "",
         f"| scorer | codec | {' | '.join(places)} |",
         f"|---|---|{'---|' * len(places)}",

@@ -17,7 +17,7 @@ Deviations from the paper:
 - The first token of a request has no more bits than others, because an encoder knows no positions.
 - **K is encoded behind the rotary embedding.** The paper encodes it in front, where channels are
   more alike over time. An encoder knows neither positions nor the model's rotary table: pages are
-  named by their id only. benchmarks/bench_compressors.py measures both.
+  named by their id only. In a study it cost little (docs/benchmarks/compressors.md).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from compressors.costs import (
     plain_tokens_per_s,
     residency,
 )
-from compressors.doc_table import compressor_tables
+from compressors.doc_table import accepted_table, compressor_tables
 from compressors.figures import DENSE4_METHOD, figures_of
 from compressors.measured import MODULE, measured_of, source_of
 from compressors.methods import all_anchors, all_choosers, anchors_of, chooser_of
@@ -240,6 +240,11 @@ def test_tables_and_plot_follow_the_result(tmp_path):
     assert "| `snapkv` | `uniform4_4bit` | 9.0 / 11.0 |" in tables["compressors"]
     assert "| scorer | codec | some-model, 16,384 tokens |" in tables["compressors"]
     assert tables["compressors_front"].count("\n") == 1 + len(front(FEW))
+    assert tables["compressors"].startswith(
+        "Accepted drafts at 5 / 10 / 20 % of the prompt, or over"
+    )
+    alone = accepted_table({"some-model": FEW[:1]})
+    assert alone.startswith("Accepted drafts over all tokens:")
     draw(path.with_suffix(".png"), {"some-model": FEW, "other": FEW[:3]}, 16)
     assert path.with_suffix(".png").stat().st_size > 10_000
 
