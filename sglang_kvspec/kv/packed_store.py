@@ -7,8 +7,8 @@ records of a page lies in ordinary host memory, so that no page is refused, what
 Which records do not fit is known once a page was packed. The CPU asks before the page loses its
 cache slot: until then the page is *doubtful*.
 
-Packed records come into one of two buffers while the records of the other one are unpacked, so that
-the link does not wait for kernels.
+Packed records come into one of two buffers while the records of the other one are unpacked, also
+those of the fetch before, so that the link does not wait for kernels.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class PackedStore:
         self._buffers = torch.empty((2, buffer_bytes), dtype=torch.uint8, device=self._device)
         # By buffer: the point after which it may be written.
         self._unpacked: list[Event | None] = [None, None]
+        # Number of the buffer that was given last.
+        self._buffer = 1
         self._doubtful: set[int] = set()
         # By page with such records: which do not fit, and V of those that exceed its row.
         self._unfit: dict[int, list[int]] = {}
@@ -197,18 +199,19 @@ class PackedStore:
     # From the store
 
     def get(self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]) -> None:
+        # The CPU has waited until rows of settled pages were written, so the link need not.
         self._check_settled(pages)
         if self._has_much_v(pages) and len(pages) > self._most_pages:
             for pairs in self._at_once(zip(slots, pages, strict=True)):
                 self.get(stream, *zip(*pairs, strict=True))
             return
         fetch = self._begin(stream, slots, pages)
-        for number, begin in enumerate(range(0, len(pages), self._most_pages)):
+        for begin in range(0, len(pages), self._most_pages):
             some = slice(begin, begin + self._most_pages)
             ids = pages[some]
-            records = self._buffer(number % 2, (len(ids), *self._records.page_shape))
+            records = self._next_buffer((len(ids), *self._records.page_shape))
             self._link.copy_pages(records, range(len(ids)), self._records.pages, ids)
-            self._unpack(stream, number % 2, fetch, some, records)
+            self._unpack(stream, fetch, some, records)
 
     def get_by_layer(
         self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]
@@ -219,49 +222,53 @@ class PackedStore:
             yield from (None for _ in range(num_layers))
             return
         self._check_settled(pages)
-        fetch, number = self._begin(stream, slots, pages), 0
+        fetch = self._begin(stream, slots, pages)
+        # The link reads numbers of rows that were sent on `stream`.
+        self._link.wait(stream.mark())
         for layer in range(num_layers):
             for begin in range(0, len(pages), step):
                 some = slice(begin, begin + step)
                 ids = fetch.pages[some]
-                records = self._buffer(number % 2, (len(ids), *self._records.page_shape[1:]))
+                records = self._next_buffer((len(ids), *self._records.page_shape[1:]))
                 rows = self._records.layer(layer)
                 self._link.copy_rows(records, fetch.numbers[: len(ids)], rows, ids)
-                self._unpack(stream, number % 2, fetch, some, records[:, None], layer)
-                number += 1
+                self._unpack(stream, fetch, some, records[:, None], layer)
             yield
 
     def _begin(self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]) -> _Fetch:
-        """Send what a fetch needs besides packed records. The link's work from here on is behind
-        that of `stream` so far."""
+        """Send what a fetch needs besides packed records, on `stream`, past the link's copies."""
         places = [
             row * self._num_records + record
             for row, page in enumerate(pages)
             for record in self._unfit.get(page, ())
         ]
+        sources, targets, more = self._places_of_v(pages)
         numbers = (
             *(torch.tensor(ids, dtype=torch.int64) for ids in (slots, pages, places)),
+            *(torch.tensor(ids, dtype=torch.int64) for ids in (sources, targets)),
             torch.arange(min(self._most_layers, len(pages))),
             torch.arange(1, len(places) + 1, dtype=torch.int32),
         )
         shape = (len(places), self._packed.raw_v_bytes)
         with stream.current():
-            to, of, there, count, found = sent_together(self._device, numbers)
+            to, of, there, *spare, count, found = sent_together(self._device, numbers)
             # Few records have a rank: the link need not carry zeros.
             ranks = found.new_zeros(len(pages) * self._num_records)
             if places:
                 ranks.index_copy_(0, there, found)
             ranks = ranks.view(len(pages), *self._cache.page_shape[:2])
             raw_v = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        fetch = _Fetch(to, of, count, ranks, raw_v)
-        self._link.wait(stream.mark())
-        self._send_raw_v(stream, fetch.raw_v, pages)
-        return fetch
+            send_into([(raw_v[rows], self._more_v[page]) for page, rows in more.items()])
+        if sources:
+            stream.copy_rows(raw_v, spare[1], self._spare.pages.flatten(0, 2), spare[0])
+        return _Fetch(to, of, count, ranks, raw_v)
 
-    def _send_raw_v(self, stream: CopyStream, raw_v: torch.Tensor, pages: Sequence[int]) -> None:
-        """Write V of all records of these pages that do not fit to raw_v."""
+    def _places_of_v(self, pages: Sequence[int]) -> tuple[list[int], list[int], dict[int, slice]]:
+        """Return where V of the records that do not fit lies, in the order of these pages: rows of
+        all pages' spare rows, their numbers among all V, and by page the numbers of more V."""
         sources: list[int] = []
         targets: list[int] = []
+        more: dict[int, slice] = {}
         begin = 0
         for page in pages:
             count = self._num_unfit(page)
@@ -269,29 +276,28 @@ class PackedStore:
             targets += range(begin, begin + spare)
             sources += range(page * self._num_spare, page * self._num_spare + spare)
             if count > spare:
-                with stream.current():
-                    send_into([(raw_v[begin + spare : begin + count], self._more_v[page])])
+                more[page] = slice(begin + spare, begin + count)
             begin += count
-        if sources:
-            self._link.copy_pages(raw_v, targets, self._spare.pages.flatten(0, 2), sources)
+        return sources, targets, more
 
-    def _buffer(self, buffer: int, shape: Sequence[int]) -> torch.Tensor:
-        """Return a buffer in this shape, for work that the link is given after this call."""
-        if (event := self._unpacked[buffer]) is not None:
+    def _next_buffer(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return the other buffer in this shape, for work that the link is given after this
+        call."""
+        self._buffer = 1 - self._buffer
+        if (event := self._unpacked[self._buffer]) is not None:
             self._link.wait(event)
-        return self._buffers[buffer, : prod(shape)].view(*shape)
+        return self._buffers[self._buffer, : prod(shape)].view(*shape)
 
     def _unpack(
         self,
         stream: CopyStream,
-        buffer: int,
         fetch: _Fetch,
         some: slice,
         records: torch.Tensor,
         first_layer: int = 0,
     ) -> None:
-        """Unpack records of some pages and layers, which the link has written to a buffer, into the
-        cache."""
+        """Unpack records of some pages and layers, which the link has written to the buffer given
+        last, into the cache."""
         stream.wait(self._link.mark())
         with stream.current():
             self._unpack_into_cache(
@@ -302,7 +308,7 @@ class PackedStore:
                 fetch.ranks[some],
                 first_layer,
             )
-        self._unpacked[buffer] = stream.mark()
+        self._unpacked[self._buffer] = stream.mark()
 
     @cached_property
     def _unpack_into_cache(self) -> Unpack:

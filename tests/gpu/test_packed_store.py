@@ -101,9 +101,9 @@ def unpack_what_the_link_has_brought(rig: Rig) -> Outcome:
 
 def bring_records_into_a_buffer_that_was_unpacked(rig: Rig) -> Outcome:
     spin(rig.to_device)
-    events = [rig.copies.fetch([pair]) for pair in ((3, 0), (2, 1))]
-    rig.copies.main_waits(events)
-    return [(rig.cache.page(slot).clone(), rig.content[page]) for page, slot in ((3, 0), (2, 1))]
+    pairs = ((3, 0), (2, 1), (1, 2))
+    rig.copies.main_waits([rig.copies.fetch([pair]) for pair in pairs])
+    return [(rig.cache.page(slot).clone(), rig.content[page]) for page, slot in pairs]
 
 
 def read_layers_behind_their_fetch(rig: Rig) -> Outcome:

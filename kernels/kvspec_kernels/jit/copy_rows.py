@@ -8,7 +8,7 @@ import triton.language as tl
 
 # Compiled once, for any number of pages, and lists of rows from any place on.
 @triton.jit(
-    do_not_specialize=["num_blocks"],
+    do_not_specialize=["num_blocks", "blocks_a_row"],
     do_not_specialize_on_alignment=["target_rows_ptr", "source_rows_ptr"],
 )
 def copy_rows_kernel(

@@ -253,8 +253,8 @@ class ClockedStream(SyncStream):
     def __init__(self):
         self.now = 0
         self.known = Counter()
-        # Called before each copy.
-        self.before_copy = lambda: None
+        # Called before each copy, and before those that read numbers of rows on the device.
+        self.before_copy = self.before_rows = lambda: None
 
     def copy_pages(self, *args):
         self.before_copy()
@@ -263,6 +263,7 @@ class ClockedStream(SyncStream):
 
     def copy_rows(self, *args):
         self.before_copy()
+        self.before_rows()
         super().copy_rows(*args)
         self.now += 1
 
@@ -289,7 +290,8 @@ def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, 
     cache = hosted()
     store, stream = cache.store, ClockedStream()
     link = store._link = ClockedStream()
-    unpack, buffer, send = store._unpack_into_cache, store._buffer, packed_store.sent_together
+    unpack, buffer = store._unpack_into_cache, store._next_buffer
+    send = packed_store.sent_together
     # Times of `stream`: of its last sends, and of the last unpacking of each buffer.
     sent, unpacked, given = 0, {0: 0, 1: 0}, []
 
@@ -307,8 +309,8 @@ def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, 
         unpacked[given[-1]] = stream.now
         return unpack(*args)
 
-    def buffer_that_was_unpacked(number, shape):
-        found = buffer(number, shape)
+    def buffer_that_was_unpacked(shape):
+        found, number = buffer(shape), store._buffer
         assert link.known[stream] >= unpacked[number], "is read"
         assert found.data_ptr() == store._buffers[number].data_ptr()
         assert given[-1:] != [number], "is read while it is written again"
@@ -318,9 +320,9 @@ def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, 
     def is_sent():
         assert link.known[stream] >= sent > 0, "what was not sent is read"
 
-    link.before_copy = is_sent
+    link.before_rows = is_sent
     monkeypatch.setattr(store, "_unpack_into_cache", unpack_what_is_there)
-    monkeypatch.setattr(store, "_buffer", buffer_that_was_unpacked)
+    monkeypatch.setattr(store, "_next_buffer", buffer_that_was_unpacked)
     monkeypatch.setattr(packed_store, "sent_together", send_on_the_stream)
     cache.encode(p1=0, p2=1)
     cache.encode(p3=0, p4=0)
@@ -333,7 +335,6 @@ def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, 
     pages, slots = [1, 2, 3, 4], [0, 1, 2, 3]
 
     def get():
-        given.clear()
         if by_layer:
             for _ in store.get_by_layer(stream, slots, pages):
                 pass
@@ -347,6 +348,18 @@ def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, 
     else:
         with pytest.raises(AssertionError, match=r"is read|are read"):
             get()
+
+
+def test_the_link_waits_for_no_unpacking_of_the_fetch_before(hosted):
+    cache = hosted()
+    stream = ClockedStream()
+    link = cache.store._link = ClockedStream()
+    cache.encode(p1=0, p2=SPARE)
+    cache.evict()
+    for page in (1, 2):
+        cache.store.get(stream, [page], [page])
+        assert link.now == page
+        assert link.known[stream] == 0
 
 
 def test_v_of_few_pages_is_on_its_way_at_once(hosted, monkeypatch):
