@@ -45,6 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--identity-report", type=Path, help="where to write the figures of the identity tests"
     )
     parser.addoption(
+        "--packed-report",
+        type=Path,
+        help="where to write the figures of test_packed_residuals_in_full.py, which are of bf16",
+    )
+    parser.addoption(
         "--reference-cache",
         type=Path,
         help="folder that keeps reference answers for identity tests run side by side",

@@ -47,7 +47,7 @@ Check = Callable[[dict[str, Found]], None]
 def bf16_report(request: pytest.FixtureRequest) -> IdentityReport:
     settings = {"device": "cpu", "dtype": "bfloat16", "temperature": 0}
     return IdentityReport(
-        request.config.getoption("--identity-report"), settings=settings, shard=WHOLE
+        request.config.getoption("--packed-report"), settings=settings, shard=WHOLE
     )
 
 
