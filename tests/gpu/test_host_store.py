@@ -12,8 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvspec_testkit.kv.slow_streams import SPIN_CYCLES, DeafStream, spin
 from kvspec_testkit.runtime.attention_pair import AttentionPair
-from sglang_kvspec.kv.copy_streams import CopyStreams, CudaStream, Event, make_copy_streams
+from sglang_kvspec.kv.copy_streams import CopyStreams, Event, make_copy_streams
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.host_copies import HostCopies
 from sglang_kvspec.kv.host_store import RawStore
@@ -21,23 +22,9 @@ from sglang_kvspec.kv.record_pool import RecordPool
 
 DEVICE = torch.device("cuda:0")
 LAYERS, HEADS, RECORD_BYTES = 4, 8, 32768
-# About 10 ms, many times the copy of a page of 1 MiB.
-SPIN_CYCLES = 20_000_000
 # Both sides round to bf16 (2^-9 relative). The GPU computes 8-bit pages in fp16. A wrong page, slot
 # or length gives errors of the order of 1.
 TOLERANCE = 0.02
-
-
-def spin(stream: CudaStream) -> None:
-    with torch.cuda.stream(stream.stream):
-        torch.cuda._sleep(SPIN_CYCLES)
-
-
-class DeafStream(CudaStream):
-    """Stream that ignores fences."""
-
-    def wait(self, event: Event) -> None:
-        pass
 
 
 class Rig:

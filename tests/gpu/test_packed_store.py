@@ -11,14 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvspec_testkit.kv.slow_streams import DeafStream, spin
 from sglang_kvspec.codecs import make_codec
-from sglang_kvspec.kv.copy_streams import (
-    CopyStreams,
-    CudaStream,
-    Event,
-    make_copy_stream,
-    make_copy_streams,
-)
+from sglang_kvspec.kv.copy_streams import CopyStreams, make_copy_stream, make_copy_streams
 from sglang_kvspec.kv.host_copies import HostCopies
 from sglang_kvspec.kv.packed_store import PackedStore
 from sglang_kvspec.kv.record_pool import RecordPool
@@ -26,17 +21,8 @@ from sglang_kvspec.kv.record_pool import RecordPool
 DEVICE = torch.device("cuda:0")
 LAYERS, HEADS, PAGE_SIZE, HEAD_DIM = 4, 8, 64, 128
 NUM_PAGES, NUM_SLOTS = 4, 3
-# About 10 ms, many times the copy of a page of 0.5 MiB.
-SPIN_CYCLES = 20_000_000
 # Tensors of pages or layers, and what they should hold.
 Outcome = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-class DeafStream(CudaStream):
-    """Stream that ignores fences."""
-
-    def wait(self, event: Event) -> None:
-        pass
 
 
 class Rig:
@@ -86,11 +72,6 @@ class Rig:
         for slot in range(NUM_SLOTS):
             self.cache.page(slot).fill_(255)
         torch.cuda.synchronize()
-
-
-def spin(stream: CudaStream) -> None:
-    with torch.cuda.stream(stream.stream):
-        torch.cuda._sleep(SPIN_CYCLES)
 
 
 def unpack_what_the_link_has_brought(rig: Rig) -> Outcome:

@@ -246,23 +246,21 @@ def test_a_warm_up_leaves_nothing_behind(hosted):
 
 class ClockedStream(SyncStream):
     """Stream that counts its work, and knows how much of other streams' work is done before its
-    own. current: the stream that torch works on."""
+    own. current_stream: the stream that torch works on."""
 
     current_stream = None
 
     def __init__(self):
         self.now = 0
         self.known = Counter()
-        # Called before each copy, and before those that read numbers of rows on the device.
-        self.before_copy = self.before_rows = lambda: None
+        # Called before copies that read numbers of rows on the device.
+        self.before_rows = lambda: None
 
     def copy_pages(self, *args):
-        self.before_copy()
         super().copy_pages(*args)
         self.now += 1
 
     def copy_rows(self, *args):
-        self.before_copy()
         self.before_rows()
         super().copy_rows(*args)
         self.now += 1
