@@ -144,7 +144,8 @@ class PackedStore:
         self._doubtful.difference_update(pages)
         with stream.current():
             for page, slot, unfit in zip(pages, slots, self._unfit_in(pages), strict=True):
-                self._note_unfit(page, unfit, self._cache.page(slot))
+                if more := self._note_unfit(page, unfit):
+                    self._more_v[page] = self._v_in(self._cache.page(slot), more)
 
     def _unfit_in(self, pages: Sequence[int]) -> list[list[int]]:
         """Return the numbers of the records that do not fit, for each of some written rows."""
@@ -154,14 +155,16 @@ class PackedStore:
             found[row].append(record)
         return found
 
-    def _note_unfit(self, page: int, unfit: list[int], raw: torch.Tensor) -> None:
-        """Note which records do not fit, and keep V of those that the page's row has no room for.
-        raw: the page's raw residuals."""
+    def _note_unfit(self, page: int, unfit: list[int]) -> list[int]:
+        """Note which records do not fit. Return those whose V the page's row has no room for."""
         if unfit:
             self._unfit[page] = unfit
-        if len(unfit) > self._num_spare:
-            more = to_device(raw.device, torch.tensor(unfit[self._num_spare :]))
-            self._more_v[page] = self._packed.v_of(raw.flatten(0, 1))[more].cpu()
+        return unfit[self._num_spare :]
+
+    def _v_in(self, raw: torch.Tensor, records: list[int]) -> torch.Tensor:
+        """Return V of these records, on the CPU. raw: raw residuals of a page."""
+        index = to_device(raw.device, torch.tensor(records))
+        return self._packed.v_of(raw.flatten(0, 1))[index].cpu()
 
     def forget(self, page: int) -> None:
         self._doubtful.discard(page)
@@ -176,7 +179,8 @@ class PackedStore:
                 pool.write_pages(torch.tensor(ids), row.cpu())
             for page, unfit, raw in zip(ids, self._unfit_in(ids), part, strict=True):
                 self.forget(page)
-                self._note_unfit(page, unfit, raw)
+                if more := self._note_unfit(page, unfit):
+                    self._more_v[page] = self._v_in(raw, more)
 
     def write_packed(self, pages: Sequence[int], packed: torch.Tensor, raw_v: torch.Tensor) -> None:
         """Store pages in the packed form. packed, raw_v: as in PackedPages, records and raw_v."""
@@ -191,9 +195,7 @@ class PackedStore:
             self.forget(page)
             kept = rows[: self._num_spare]
             self._spare.page(page)[0, : len(kept)] = kept
-            if unfit:
-                self._unfit[page] = unfit
-            if len(unfit) > self._num_spare:
+            if self._note_unfit(page, unfit):
                 self._more_v[page] = rows[self._num_spare :].clone()
 
     # From the store
