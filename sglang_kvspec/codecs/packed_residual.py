@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ ANCHOR_BITS = 4
 # Values that plain torch packs or unpacks at once, with up to 180 bytes of temporaries each.
 VALUES_AT_ONCE = 1 << 18
 
+# (raw_rows, anchor_rows, records, raw_v, ranks, first_layer): see PackedResidual.unpacker().
+Unpack = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+
 
 class PackedRecords(NamedTuple):
     """Packed residuals of pages. records: [N, num_kv_heads, record_bytes] uint8. fits: which of
@@ -28,27 +31,6 @@ class PackedRecords(NamedTuple):
     records: torch.Tensor
     fits: torch.Tensor
     raw_v: torch.Tensor
-
-
-class Unpack(Protocol):
-    """Function that unpacks records into pools, see PackedResidual.unpacker()."""
-
-    def __call__(
-        self,
-        raw_rows: torch.Tensor,
-        anchor_rows: torch.Tensor,
-        records: torch.Tensor,
-        raw_v: torch.Tensor,
-        ranks: torch.Tensor,
-        first_layer: int = 0,
-    ) -> None:
-        """Set the n layers from first_layer on of raw[raw_rows[i]] to unpack_records() of
-        records[i] beside anchors[anchor_rows[i]], in place.
-
-        raw_rows, anchor_rows: [N] int64. records: [N, n, num_kv_heads, record_bytes] uint8. ranks:
-        [N, layers, num_kv_heads] int32.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +135,13 @@ class PackedResidual:
 
     def unpacker(self, raw: torch.Tensor, anchors: torch.Tensor) -> Unpack:
         """Return a function that unpacks records beside rows of `anchors` into rows of `raw`: pools
-        of [S, layers, num_kv_heads, bytes] uint8 on one device. It does not wait for the device."""
+        of [S, layers, num_kv_heads, bytes] uint8 on one device. It sets the n layers from
+        first_layer on of raw[raw_rows[i]] to unpack_records() of records[i] beside
+        anchors[anchor_rows[i]], in place, and does not wait for the device.
+
+        raw_rows, anchor_rows: [N] int64. records: [N, n, num_kv_heads, record_bytes] uint8. ranks:
+        [N, layers, num_kv_heads] int32.
+        """
         if raw.is_cuda:
             return self._unpacker_by_kernel(raw, anchors)
 
@@ -163,7 +151,7 @@ class PackedResidual:
             records: torch.Tensor,
             raw_v: torch.Tensor,
             ranks: torch.Tensor,
-            first_layer: int = 0,
+            first_layer: int,
         ) -> None:
             layers = slice(first_layer, first_layer + records.shape[1])
             known = anchors[:, layers][anchor_rows].flatten(1, 2)
