@@ -14,7 +14,7 @@ import pytest
 import requests
 from harness.client import GenerateClient, Output
 from harness.models import DEMO_MODEL
-from harness.pair import PairSpec, running_pair, wait_until
+from harness.pair import PairSpec, running_pair, wait_until_stored
 from harness.prompts import cut_prompts
 from harness.servers import Announce, ServerSpec, ServerSwitch
 
@@ -56,11 +56,7 @@ def with_tiers(
     )
     client = servers.use(spec)
     answers = tokens_of(ask(client))
-
-    def is_spilled() -> bool:
-        return not client.kvspec_report()["prefix_tiers"]["disk"]["waiting_bytes"]
-
-    wait_until(is_spilled, "prefixes were not written to disk")
+    wait_until_stored(client, "disk")
     answers += tokens_of(ask(client))
     report = client.kvspec_report()
     tiers = report["prefix_tiers"]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness.client import GenerateClient
 from harness.comparison import compare
 from harness.identity_report import IdentityReport, ScenarioResult
 from harness.models import DEMO_MODEL
-from harness.pair import PairSpec, running_pair, wait_until
+from harness.pair import PairSpec, running_pair, wait_until, wait_until_stored
 from harness.progress import Progress
 from harness.prompts import cut_prompts
 from harness.servers import Announce, ServerSpec, ServerSwitch
@@ -108,12 +107,8 @@ def test_tiers(servers: ServerSwitch, tmp_path: Path, ask: Ask, check: Check) ->
             DEMO_MODEL, (*BASE, SMALL_POOL, "--kvspec-prefix-host-gb=0.02", folder, flag)
         )
         client = servers.use(spec)
-
-        def is_spilled(client: GenerateClient = client) -> bool:
-            return not client.kvspec_report()["prefix_tiers"]["disk"]["waiting_bytes"]
-
         answers = {"computed": ask(f"{form} computed", client)}
-        wait_until(is_spilled, "prefixes were not written to disk")
+        wait_until_stored(client, "disk")
         answers["host and disk"] = ask(f"{form} from tiers", client)
         servers.release()
         fresh = servers.use(spec)
@@ -124,14 +119,13 @@ def test_tiers(servers: ServerSwitch, tmp_path: Path, ask: Ask, check: Check) ->
     check(found)
 
 
-def remote(client: GenerateClient) -> dict[str, Any]:
-    return dict(client.kvspec_report()["prefix_tiers"]["remote"])
-
-
 def use_live(servers: ServerSwitch, spec: ServerSpec) -> GenerateClient:
     """Return a client of a server that has reached its prefix server."""
     client = servers.use(spec)
-    wait_until(lambda: remote(client)["is_live"], "the prefix server did not answer")
+    wait_until(
+        lambda: client.kvspec_report()["prefix_tiers"]["remote"]["is_live"],
+        "the prefix server did not answer",
+    )
     return client
 
 
@@ -143,12 +137,9 @@ def test_a_prefix_server(servers: ServerSwitch, tmp_path: Path, ask: Ask, check:
             address = f"--kvspec-prefix-server={store.address}"
             spec = ServerSpec(DEMO_MODEL, (*BASE, "--max-total-tokens=8192", WAIT, address, flag))
 
-            ask(f"{form} published", use_live(servers, spec))
-            client = servers.use(spec)
-            wait_until(
-                lambda client=client: not remote(client)["waiting_bytes"],
-                "prefixes were not published",
-            )
+            client = use_live(servers, spec)
+            ask(f"{form} published", client)
+            wait_until_stored(client, "remote")
             servers.release()
             fresh = use_live(servers, spec)
             found[form] = {"prefix server": ask(f"{form} from a prefix server", fresh)}

@@ -148,3 +148,11 @@ def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) ->
     while not is_so():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
         time.sleep(POLL_S)
+
+
+def wait_until_stored(client: GenerateClient, tier: str) -> None:
+    """Wait until a server has written all that waits for a prefix tier, `disk` or `remote`."""
+    wait_until(
+        lambda: not client.kvspec_report()["prefix_tiers"][tier]["waiting_bytes"],
+        f"prefixes were not written to the tier {tier}",
+    )
