@@ -178,10 +178,11 @@ def _store_rows(
     instead."""
     index = tl.arange(0, SEGMENTS * TILES * 16)[:, None]
     row = tl.program_id(0) * SEGMENTS + index // (TILES * 16)
-    mask = row < sizes[0]
-    # What is past the end stores nothing.
+    num_rows = sizes[0]
+    mask = row < num_rows
+    # Rows past the end read again, and store nothing.
     record, segment, page, layer, head = _locate(
-        tl.minimum(row, sizes[0] - 1), sizes, NUM_SEGMENTS, HEADS
+        tl.minimum(row, num_rows - 1), sizes, NUM_SEGMENTS, HEADS
     )
     # Row and column, in tiles, of the stored operand.
     COLUMNS: tl.constexpr = (HEAD_DIM if PART == 0 else PAGE_SIZE) // 16

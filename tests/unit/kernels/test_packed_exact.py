@@ -190,7 +190,7 @@ def test_where_no_record_fits(device):
         assert torch.equal(raw[:, :half], packed.raw[:, :half])
         assert torch.equal(raw[:num_rows], packed.raw[:num_rows])
         assert not raw[num_rows:, half:].any()
-    # What lies in front of the rows is not read.
+    # The kernel reads no row in front of raw_v.
     rows = packed.raw_v.new_full((3, half), 7).to(device)[1:]
     none = torch.zeros(len(packed.records), dtype=torch.int32, device=device)
     given = (packed.anchors.to(device), packed.records.to(device), rows)
