@@ -2,10 +2,11 @@
 
     python benchmarks/collect_exact_residual.py --bits exact_residual_bits.json \\
         --kernels packed_exact_kernels.json --fetches fetch_packed_h200.json \\
+        --hosted 32b.32k=hosted_32b_raw_serving.json:hosted_32b_packed_serving.json \\
         --answers packed_identity.json gpu_tests_packed.json
 
 Each part was written by its own script: bench_exact_residual.py, bench_packed_exact.py,
-bench_fetch.py; and tests/sglang/test_packed_residuals_in_full.py -m identity with --packed-report,
+bench_fetch.py, bench_serving.py; and tests/sglang/test_packed_residuals_in_full.py -m identity with --packed-report,
 or tests/gpu_server -k packed with --gpu-report. Paths are relative to benchmarks/results.
 `settings.parts` says where, when and at which commit each part was measured.
 
@@ -13,6 +14,8 @@ Figures: those of --bits, and those of --kernels under the names encode (packing
 (unpacking). exactres.fetch.WHAT.vs_raw: fetches of packed residuals from host memory over fetches
 of raw ones, in pages a second: `alone`, and while drafting; with `by_layer`, layer by layer.
 exactres.fetch.WHAT.draft_slowdown: of the draft steps beside packed fetches.
+exactres.PLACE.host: tokens a second of a server with packed residuals in host memory, over one with
+raw ones (--hosted); .raw, .packed: tokens a second of each.
 exactres.identity.answers and .mismatches: answers compared.
 """
 
@@ -31,6 +34,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 KERNELS = {"exactres.pack.": "exactres.encode.", "exactres.unpack.": "exactres.restore."}
 # Ways to fetch, as bench_fetch.py names them, and names of their figures here.
 WAYS = {"": "by_page", ".by_layer": "by_layer"}
+# Ends the name of a server's rate.
+RATE = ".exact.decode.tokens_per_s"
 
 Row = Mapping[str, Any]
 
@@ -39,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("bits", "kernels", "fetches", "answers"):
         parser.add_argument(f"--{name}", nargs="*", default=[], metavar="FILE")
+    parser.add_argument("--hosted", nargs="*", default=[], metavar="PLACE=RAW:PACKED")
     parser.add_argument("--out", type=Path, default=RESULTS / "exact_residual.json")
     args = parser.parse_args()
     parts = Parts(RESULTS, ())
@@ -49,6 +55,9 @@ def main() -> None:
     figures = [figure_of(row, row["name"]) for row in rows(args.bits)]
     figures += kernel_figures(rows(args.kernels))
     figures += fetch_figures(rows(args.fetches))
+    for text in args.hosted:
+        place, _, files = text.partition("=")
+        figures += hosted_figures(place, *(rows([name]) for name in files.split(":")))
     figures += answers_figures(rows(args.answers), "exactres.identity")
     write_json(args.out, "exact_residual", torch.device("cpu"), {"parts": parts.sources}, figures)
 
@@ -79,6 +88,20 @@ def fetch_figures(rows: Sequence[Row]) -> list[Figure]:
         row = found[f".packed{way}.draft_slowdown"]
         figures.append(figure_of(row, f"exactres.fetch.{name}.draft_slowdown"))
     return figures
+
+
+def hosted_figures(place: str, raw: Iterable[Row], packed: Iterable[Row]) -> list[Figure]:
+    """Return the rates of two servers, each of which measured one point, and their ratio."""
+    ours, theirs = (
+        next(row for row in each if row["name"].endswith(RATE)) for each in (packed, raw)
+    )
+    name, ratio = f"exactres.{place}.host", ours["value"] / theirs["value"]
+    spread = ratio * sum(row["spread"] / row["value"] for row in (ours, theirs))
+    return [
+        Figure(name, ratio, "x raw, tokens/s", spread, theirs["value"]),
+        figure_of(theirs, f"{name}.raw"),
+        figure_of(ours, f"{name}.packed"),
+    ]
 
 
 if __name__ == "__main__":
