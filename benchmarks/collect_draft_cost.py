@@ -9,7 +9,8 @@ Each part was written by its own script: bench_int4_products.py, bench_views.py,
 bench_ngram_gpu.py, or with --gpu-report by tests/gpu_server. Paths are relative to
 benchmarks/results. --acceptance names a place and two parts: drafts with weights in 4 bits, and
 with the model's own. w4.accept.vs_target_weights is that of the first place, with drafts that read
-all pages. Servers with and without copies may be of several parts. Parts of --saturated ran as many
+all pages. Servers with and without copies may be of several parts of one commit, which ran on one
+machine. Parts of --saturated ran as many
 requests as fit, those of --serving did not. Answers of several parts are counted together.
 `settings.parts` says where, when and at which commit each part was measured.
 """
@@ -59,7 +60,7 @@ def main() -> None:
     def part(name: str) -> Rows:
         result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
         parts[name] = {key: result[key] for key in ("commit", "date", "machine")}
-        return list(result["figures"])
+        return [{**row, "commit": result["commit"]} for row in result["figures"]]
 
     for name in args.products:
         figures += [figure_of(row, row["name"]) for row in part(name)]
@@ -101,11 +102,16 @@ def acceptance_figures(place: str, copies: Rows, own: Rows) -> list[Figure]:
 
 def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
     """Return what servers that draft in 4 bits reach, against plain SGLang and against the same
-    target whose drafts read the model's own weights, and how much longer they take to start."""
-    values = {row["name"].removeprefix(SERVE): row for row in rows if row["name"].startswith(SERVE)}
+    target whose drafts read the model's own weights, and how much longer they take to start. Rows
+    of different commits are not compared."""
+    values = {
+        (row["commit"], row["name"].removeprefix(SERVE)): row
+        for row in rows
+        if row["name"].startswith(SERVE)
+    }
     figures = []
     extra = []
-    for name, row in values.items():
+    for (commit, name), row in values.items():
         place, mark, rest = name.rpartition(INT4_WEIGHTS)
         if not mark:
             continue
@@ -113,7 +119,7 @@ def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
             figures.append(figure_of(row, f"cheap.{place.replace('.saturation', '.saturated')}"))
         elif rest in OF_SYSTEM:
             figures.append(figure_of(row, f"cheap.{place}{rest}"))
-        same = values.get(place + rest)
+        same = values.get((commit, place + rest))
         if same is not None and rest == OF_SYSTEM[0]:
             figures.append(_ratio(f"cheap.{place}{VS_TARGET_WEIGHTS}", row, same))
         elif same is not None and rest == START:

@@ -9,12 +9,12 @@ import collect_draft_cost
 import pytest
 
 
-def write(folder, name, values):
+def write(folder, name, values, commit="abc"):
     rows = [
         {"name": figure, "value": value, "unit": "u", "spread": spread, "baseline": None}
         for figure, (value, spread) in values.items()
     ]
-    part = {"commit": "abc", "date": "now", "machine": "H100", "figures": rows}
+    part = {"commit": commit, "date": "now", "machine": "H100", "figures": rows}
     (folder / name).write_text(json.dumps(part))
 
 
@@ -54,6 +54,18 @@ def test_serving_is_compared_with_plain_sglang_and_with_no_copies(collect, tmp_p
     assert figures["start.extra_seconds.w4"]["value"] == 15.0
     assert "cheap.8b.32k.bs1.exact.start_seconds" not in figures
     assert result["settings"]["parts"]["serving.json"]["commit"] == "abc"
+
+
+def test_servers_of_different_commits_are_not_compared(collect, tmp_path):
+    place = "serve.8b.4k.bs4"
+    for name, system, start in (("copies.json", "exact-w4", 90.0), ("own.json", "exact", 65.0)):
+        values = {
+            f"{place}.{system}.decode.tokens_per_s": (100.0, 1.0),
+            f"{place}.{system}.start_seconds": (start, None),
+        }
+        write(tmp_path, name, values, commit=name)
+    _, figures = collect("--serving", "copies.json", "own.json")
+    assert list(figures) == ["cheap.8b.4k.bs4.exact.decode.tokens_per_s"]
 
 
 def test_a_run_of_few_requests_does_not_count_as_saturated(collect, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from acceptance.parts import answers_figures
-from collect_exact_residual import fetch_figures, kernel_figures
+from collect_exact_residual import RATE, fetch_figures, hosted_figures, kernel_figures
 
 
 def row(name, value, spread=None):
@@ -42,6 +42,17 @@ def test_packed_fetches_are_compared_with_raw_ones():
     assert figures[0].spread == pytest.approx(0.04)
     assert figures[0].baseline == 1000
     assert fetch_figures([]) == []
+
+
+def test_a_server_with_packed_residuals_is_compared_with_a_raw_one():
+    servers = [
+        [row("serve.32b.32k.bs11.exact.accepted", 15.0), row("serve.32b.32k.bs11" + RATE, *rate)]
+        for rate in ((200.0, 20.0), (300.0, 15.0))
+    ]
+    ratio, raw, packed = hosted_figures("32b.32k", *servers)
+    assert (ratio.name, ratio.value, ratio.baseline) == ("exactres.32b.32k.host", 1.5, 200.0)
+    assert ratio.spread == pytest.approx(1.5 * 0.15)
+    assert (raw.value, packed.value, packed.name) == (200, 300, "exactres.32b.32k.host.packed")
 
 
 def test_answers_of_all_reports_are_counted_together():
