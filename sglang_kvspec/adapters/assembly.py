@@ -290,6 +290,7 @@ def _capture(
     if is_wide:
         tokens.append(MOST_TOKENS)
     forward = ForwardCapture(runner, max([runner.max_running_requests, *tokens]))
+    lists = head_lists(parts.view, parts.kv.geometry, parts.kv.device)
     drafter = CudaGraphDrafter(
         runner,
         forward,
@@ -299,13 +300,13 @@ def _capture(
         parts.sampler,
         parts.ranks,
         parts.view,
+        lists,
         chosen,
         parts.draft_weights,
         is_wide=is_wide,
     )
     verify = None
     if sizes:
-        lists = head_lists(parts.view, parts.kv.geometry)
         verify = VerifyGraphs(
             runner, forward, attention, longest, sizes, most_piggyback, lists, chosen
         )

@@ -26,9 +26,10 @@ from sglang_kvspec.runtime.draft_rows import (
     open_for_drafts,
     target_row,
 )
-from sglang_kvspec.runtime.draft_view import DraftView, head_lists
+from sglang_kvspec.runtime.draft_view import DraftView
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
 from sglang_kvspec.runtime.grammar import mask_after
+from sglang_kvspec.runtime.head_lists import HeadLists
 from sglang_kvspec.runtime.ranks import Ranks, broadcast_drafts
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.spec_sampler import SpecSampler
@@ -59,20 +60,21 @@ class CudaGraphDrafter:
         sampler: SpecSampler,
         ranks: Ranks,
         view: DraftView | None = None,
+        lists: HeadLists | None = None,
         chosen: DevicePages | None = None,
         weights: DraftWeights | None = None,
         *,
         is_wide: bool = False,
     ) -> None:
-        """view: selects the pages that drafts read; None for all pages. chosen: selects them on the
-        device instead, for a MassView. weights: copies that drafts multiply with; None for the
-        model's own weights, which plain steps always use. is_wide: also capture `wide`, draft steps
-        of several tokens of a request."""
+        """view: selects the pages that drafts read; None for all pages. lists: where it selects by
+        layer and KV head. chosen: selects them on the device instead, for a MassView. weights:
+        copies that drafts multiply with; None for the model's own weights, which plain steps always
+        use. is_wide: also capture `wide`, draft steps of several tokens of a request."""
         size = kv.geometry.page_size
         self._kv = kv
         self._sampler = sampler
         self._ranks = ranks
-        self._view, self._chosen = view, chosen
+        self._view, self._lists, self._chosen = view, lists, chosen
         table_width = runner.req_to_token_pool.req_to_token.shape[1]
         self._rows = DraftRows(
             runner.max_running_requests,
@@ -80,7 +82,7 @@ class CudaGraphDrafter:
             -(-table_width // size),
             size,
             kv.device,
-            lists=head_lists(view, kv.geometry),
+            lists=lists,
             by_mass=chosen is not None,
         )
 
@@ -158,8 +160,17 @@ class CudaGraphDrafter:
             counts = self._chosen.counts(state, num_pages)
         elif self._view is not None:
             seen = self._view.select(state, num_pages)
-        token, slot = state.last_token, state.slot
-        return draft_row(self._kv, token, position, pages, num_drafts, seen, counts, slot)
+        return draft_row(
+            self._kv,
+            state.last_token,
+            position,
+            pages,
+            num_drafts,
+            seen,
+            counts,
+            state.slot,
+            self._lists,
+        )
 
     def _load(self, rows: Sequence[DraftRow]) -> None:
         """Set the rows of draft steps, and the pages that they read."""

@@ -19,6 +19,7 @@ from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.device_pages import DevicePages
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows, draft_row, open_for_drafts
 from sglang_kvspec.runtime.drafted_tokens import DraftedTokens
+from sglang_kvspec.runtime.head_lists import HeadLists
 from sglang_kvspec.runtime.piggyback_rows import PiggybackRows
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.target_attention import CapturedTarget
@@ -53,12 +54,14 @@ class VerifyGraphs:
         max_draft_len: int,
         sizes: Sequence[VerifySize],
         max_piggyback: int = 0,
-        lists: tuple[int, int] | None = None,
+        lists: HeadLists | None = None,
         chosen: DevicePages | None = None,
     ) -> None:
-        """sizes: from sizes_of(). max_piggyback: requests that may piggyback a draft. lists: from
-        head_lists(), for these drafts. chosen: selects the pages that they read, for a MassView."""
-        self._forward, self._attention, self._chosen = forward, attention, chosen
+        """sizes: from sizes_of(). max_piggyback: requests that may piggyback a draft. lists: where
+        a view selects by layer and KV head for these drafts. chosen: selects the pages that they
+        read, for a MassView."""
+        self._forward, self._attention = forward, attention
+        self._lists, self._chosen = lists, chosen
         self.max_piggyback = max_piggyback
         kv = attention.kv
         page, max_rows = kv.geometry.page_size, runner.max_running_requests
@@ -187,7 +190,7 @@ class VerifyGraphs:
         if self._chosen is not None:
             counts = self._chosen.counts(state, row.start // kv.geometry.page_size)
         token, slot = state.last_token, state.slot
-        return draft_row(kv, token, row.start, row.pages, 1, row.seen, counts, slot)
+        return draft_row(kv, token, row.start, row.pages, 1, row.seen, counts, slot, self._lists)
 
     def _place(
         self, made: DraftedTokens, firsts: Sequence[int], piggyback: Mapping[int, Row]

@@ -59,7 +59,7 @@ def fields_to_device(
 def send_into(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write values into target, in place, for each (target, values) of one shape. Targets are
     contiguous and of whole words of 4 bytes. Values are converted to the dtype of the target. On a
-    GPU, values are sent as by sent_together()."""
+    GPU, values of the CPU are sent as by sent_together()."""
     sends = [(target, values.to(target.dtype)) for target, values in sends]
     for target, values in sends:
         assert target.shape == values.shape, (target.shape, values.shape)
@@ -80,10 +80,14 @@ def received_together(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _send(sends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write the bytes of values to the start of contiguous targets of whole words on a GPU."""
+    """Write the bytes of values to the start of contiguous targets of whole words on a GPU. Values
+    that are there already have the target's shape and dtype."""
     some: list[tuple[torch.Tensor, torch.Tensor]] = []
     num_bytes = 0
     for target, values in sends:
+        if values.device == target.device:
+            target.copy_(values)
+            continue
         if values.nbytes > MOST_BYTES:
             there = target.view(-1).view(torch.uint8)[: values.nbytes]
             there.copy_(_bytes_of(values).pin_memory(), non_blocking=True)

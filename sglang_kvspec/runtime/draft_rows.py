@@ -14,15 +14,16 @@ from sglang_kvspec.kv.target_rows import indptr
 from sglang_kvspec.kv.transfers import send_into
 from sglang_kvspec.planning.draft_budget import SINK_PAGES
 from sglang_kvspec.runtime.draft_view import PageCounts
+from sglang_kvspec.runtime.head_lists import HeadLists
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
     """One request at the start of a round of drafts.
 
-    token: the pending token, at `position`. past: encoded pages, int on the CPU: [num_past], or
-    [num_past, num_layers, num_kv_heads] by layer and KV head, where a shorter list ends in -1. For
-    a draft these are places of the pages' anchors, see AnchorPlaces.
+    token: the pending token, at `position`. past: encoded pages, int: [num_past] on the CPU, or
+    [num_past, num_layers, num_kv_heads] of HeadLists. For a draft these are places of the pages'
+    anchors, see AnchorPlaces.
     num_read: of these pages, how many the drafts read by attention mass; None for all. num_newest:
     last pages of `past` that are always read. slot: as RequestState.slot, where the mass is.
     tail: window slots of the pages that follow, including pages that drafts will fill. tail_len:
@@ -62,14 +63,15 @@ class DraftRows:
         page_size: int,
         device: torch.device,
         tokens: torch.Tensor | None = None,
-        lists: tuple[int, int] | None = None,
+        lists: HeadLists | None = None,
         by_mass: bool = False,
     ) -> None:
         """max_pages: most pages of a request, past and tail together. tokens: [2, max_batch] int64
-        memory of input_ids and positions; None allocates it. lists: as head_lists(); where given,
-        drafts read head_pages [max_batch * max_pages, *lists] int32, with list_indptr, instead of
+        memory of input_ids and positions; None allocates it. lists: where given, drafts read
+        head_pages [max_batch * max_pages, *lists.shape] int32, with list_indptr, instead of
         past_pages. by_mass: the device fills head_pages, from past_pages."""
         self.page_size, self.device, self._by_mass = page_size, device, by_mass
+        self.lists = lists
         self.max_batch, self.max_steps = max_batch, max_steps
         # Tail of a row: the newest full pages, full pages yet to leave, the page being filled, and
         # pages that drafts spill into.
@@ -85,7 +87,7 @@ class DraftRows:
         self.past_indptr = ints(max_batch + 1)
         # Entries of DraftRow.past, of all rows.
         self.past_pages = ints(max_batch * max_pages)
-        self.head_pages = None if lists is None else ints(max_batch * max_pages, *lists)
+        self.head_pages = None if lists is None else ints(max_batch * max_pages, *lists.shape)
         self.list_indptr = ints(max_batch + 1)
         self.mass_slots, self.num_newest = ints(max_batch), ints(max_batch)
         self.past_last = torch.full((max_batch,), page_size, dtype=torch.int32, device=device)
@@ -164,12 +166,12 @@ class DraftRows:
         assert sum(map(len, pasts)) <= len(self.past_pages), (
             "the batch has more pages than were allocated"
         )
-        by_head = self.head_pages is not None and not at_target
+        by_head = self.lists is not None and not at_target
         if by_head:
             values["list_indptr"] = indptr([*(row.num_listed for row in rows), *ends])
         if by_head and not self._by_mass:
-            assert self.head_pages is not None
-            return values | {"head_pages": _by_head(pasts, self.head_pages.shape[1:])}
+            assert self.lists is not None
+            return values | {"head_pages": self.lists.joined(pasts)}
         values["past_indptr"] = indptr([*map(len, pasts), *ends])
         values["past_pages"] = torch.cat([torch.empty(0, dtype=torch.int32), *pasts]).int()
         if by_head:
@@ -210,13 +212,6 @@ class DraftRows:
         send_into([(self.input_ids[: len(tokens)], torch.tensor(tokens))])
 
 
-def _by_head(pasts: Sequence[torch.Tensor], lists: torch.Size) -> torch.Tensor:
-    """Return the concatenated pasts of rows as [num_pages, *lists] int32."""
-    narrow = [past.int() for past in pasts]
-    each = [p if p.ndim == 3 else p[:, None, None].expand(-1, *lists) for p in narrow]
-    return torch.cat([torch.empty((0, *lists), dtype=torch.int32), *each])
-
-
 def open_for_drafts(kv: PagedKVCache, position: int, pages: torch.Tensor, num_drafts: int) -> None:
     """Open the pages that a request writes when it drafts num_drafts tokens from `position` on.
     Call this for all requests of a round before the first draft_row(): opening a page can move
@@ -246,6 +241,7 @@ def draft_row(
     seen: torch.Tensor | None = None,
     counts: PageCounts | None = None,
     slot: int = 0,
+    lists: HeadLists | None = None,
 ) -> DraftRow:
     """Return the row of a request whose pending token is at `position`; open the pages it will
     write.
@@ -253,7 +249,7 @@ def draft_row(
     pages: page ids on the CPU, up to the page of the last draft. The tail begins with the first
     page from which on all pages up to `position` are in the window. Pages in the tail are always
     read. seen: as Row.seen. counts, slot: which of the other pages a MassView reads, and as
-    RequestState.slot.
+    RequestState.slot. lists: needed where `seen` is by layer and KV head.
     """
     size = kv.geometry.page_size
     open_for_drafts(kv, position, pages, num_drafts)
@@ -266,7 +262,7 @@ def draft_row(
     return DraftRow(
         token=token,
         position=position,
-        past=_places(kv, _past(pages, begin, seen)),
+        past=_past(kv, pages[:begin], seen, slot, lists),
         num_read=num_read,
         num_newest=num_newest,
         slot=slot,
@@ -284,25 +280,22 @@ def num_before_window(kv: PagedKVCache, position: int, pages: torch.Tensor) -> i
     return begin
 
 
-def _past(pages: torch.Tensor, begin: int, seen: torch.Tensor | None) -> torch.Tensor:
-    """Return DraftRow.past of a row whose tail begins with page `begin`."""
-    if seen is None:
-        return pages[:begin]
-    is_past = seen < begin
-    if seen.ndim == 1:
-        return pages[seen[is_past]]
-    # The tail has all window pages. Without window pages, lists of heads may differ in length.
-    count = int(is_past.sum(-1).max())
-    by_list = torch.where(is_past, pages[torch.where(is_past, seen, 0)], -1)[..., :count]
-    return by_list.permute(2, 0, 1)
-
-
-def _places(kv: PagedKVCache, past: torch.Tensor) -> torch.Tensor:
-    """Return the places of the anchors of past pages, without pages that have none."""
-    if kv.anchor_places.holds_all:
-        return past
-    assert past.ndim == 1, "lists by layer and KV head are of pages that all have anchors"
-    return kv.anchor_places.of(past[kv.anchor_places.have(past)])
+def _past(
+    kv: PagedKVCache,
+    pages: torch.Tensor,
+    seen: torch.Tensor | None,
+    slot: int,
+    lists: HeadLists | None,
+) -> torch.Tensor:
+    """Return DraftRow.past of a row. pages: ids of the pages before its tail. The tail has all
+    window pages, so without them lists of heads may differ in length."""
+    places = kv.anchor_places
+    if seen is not None and seen.ndim == 3:
+        assert lists is not None, "pages are listed by layer and KV head"
+        assert places.holds_all, "lists by layer and KV head are of pages that all have anchors"
+        return lists.of(slot, pages, seen)
+    past = pages if seen is None else pages[seen[seen < len(pages)]]
+    return past if places.holds_all else places.of(past[places.have(past)])
 
 
 def target_row(

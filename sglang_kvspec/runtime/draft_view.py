@@ -11,6 +11,7 @@ import torch
 from sglang_kvspec.kv.forward_plan import Row, RowKind
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.planning.draft_budget import SINK_PAGES
+from sglang_kvspec.runtime.head_lists import HeadLists
 from sglang_kvspec.runtime.request_state import RequestState
 
 
@@ -130,12 +131,13 @@ class DraftReads:
         return sum([self.tokens(state) for state in states]) / len(states)
 
 
-def head_lists(view: DraftView | None, geometry: KVGeometry) -> tuple[int, int] | None:
-    """Return how many layers and KV heads have lists of pages of their own; None if all share
-    one."""
+def head_lists(
+    view: DraftView | None, geometry: KVGeometry, device: torch.device
+) -> HeadLists | None:
+    """Make the lists of pages of the layers and KV heads; None if all share one."""
     if view is None or not view.per_head:
         return None
-    return geometry.num_layers, geometry.num_kv_heads
+    return HeadLists(geometry.num_layers, geometry.num_kv_heads, device)
 
 
 def draft_forward_row(

@@ -30,6 +30,7 @@ from sglang_kvspec.runtime.draft_rows import (
     target_row,
 )
 from sglang_kvspec.runtime.draft_view import ViewShape
+from sglang_kvspec.runtime.head_lists import HeadLists
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.reference_attention import ReferenceAttention
 from sglang_kvspec.runtime.request_state import RequestState
@@ -173,6 +174,10 @@ def test_more_parts_than_one_batch_of_the_int8_kernel() -> None:
     pair.verify(a=3)
 
 
+def head_lists() -> HeadLists:
+    return HeadLists(LAYERS, KV_HEADS, torch.device("cuda"))
+
+
 class Steps:
     """Four captured rows on a pair's device, compared with single rows of the reference."""
 
@@ -181,13 +186,13 @@ class Steps:
         pair: Pair,
         make_attention: str,
         chosen: DevicePages | None = None,
-        *,
-        with_lists: bool = False,
+        lists: HeadLists | None = None,
     ) -> None:
-        """with_lists: rows have lists of pages by layer and KV head, without `chosen`."""
+        """lists: those of rows that list pages by layer and KV head, without `chosen`."""
         self.pair, self.chosen = pair, chosen
         by_mass = chosen is not None
-        lists = (LAYERS, KV_HEADS) if by_mass or with_lists else None
+        if by_mass:
+            lists = head_lists()
         sizes = (4, MAX_STEPS, NUM_PAGES, PAGE, pair.device.kv.device)
         self.rows = DraftRows(*sizes, lists=lists, by_mass=by_mass)
         self.attention = getattr(pair.device, make_attention)(self.rows, 4)
@@ -341,8 +346,8 @@ def test_draft_steps_read_the_pages_of_the_best_scores(codec: str, allocation: A
     pair.prefill(a=1190, b=1500, c=3)
     pair.prefill(b=1000)
     lens = {"b": 6, "a": 5, "c": 2}
-    rows, seen = [], {}
-    for name, count in lens.items():
+    rows, seen, head = [], {}, head_lists()
+    for slot, (name, count) in enumerate(lens.items()):
         start = pair.committed[name]
         ids = pair.page_ids(name, start + count + 1)
         states = [
@@ -359,10 +364,13 @@ def test_draft_steps_read_the_pages_of_the_best_scores(codec: str, allocation: A
         # A GPU reads all pages of the recent window.
         begin = num_before_window(pair.device.kv, start, ids)
         seen[name][..., begin * PAGE :] = True
-        rows.append(draft_row(pair.device.kv, 0, start, ids, count, seen=lists))
+        chosen = {"seen": lists, "slot": slot, "lists": head}
+        rows.append(draft_row(pair.device.kv, 0, start, ids, count, **chosen))
+        again = draft_row(pair.device.kv, 0, start, ids, count, **chosen)
+        assert again.past is rows[-1].past, "a round of the same page lists it again"
     has_shorter = bool((rows[0].past < 0).any())
     assert has_shorter == (allocation == "model")
-    steps = Steps(pair, "make_draft_step", with_lists=True)
+    steps = Steps(pair, "make_draft_step", lists=head)
     steps.run(rows, RowKind.DRAFT, lens, seen)
 
 
@@ -402,7 +410,7 @@ class WideSteps:
     def __init__(self, pair: Pair, num_rows: int, chosen: DevicePages | None = None) -> None:
         self.pair, self.num_rows, self.chosen = pair, num_rows, chosen
         by_mass = chosen is not None
-        lists = (LAYERS, KV_HEADS) if by_mass else None
+        lists = head_lists() if by_mass else None
         sizes = (4, MAX_STEPS, NUM_PAGES, PAGE, pair.device.kv.device)
         self.drafts = DraftRows(*sizes, lists=lists, by_mass=by_mass)
         self.rows = WideRows(self.drafts, 4 * num_rows)

@@ -119,8 +119,10 @@ class AttentionPair:
         }
         starts = {name: self.committed[name] + done for name in lengths}
         round_rows = [
-            draft_row(self.kv, 0, starts[name], ids[name], n, seen.get(name))
-            for name, n in lengths.items()
+            draft_row(
+                self.kv, 0, starts[name], ids[name], n, seen.get(name), slot=i, lists=rows.lists
+            )
+            for i, (name, n) in enumerate(lengths.items())
         ]
         rows.load(round_rows)
         attended = self.attention.make_draft_step(rows, len(lengths))

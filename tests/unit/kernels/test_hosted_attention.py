@@ -22,6 +22,7 @@ from sglang_kvspec.kv.offloaded_residuals import OffloadedResidualCache
 from sglang_kvspec.kv.page_records import copy_in, copy_out
 from sglang_kvspec.kv.residual_table import ResidualState
 from sglang_kvspec.runtime.draft_rows import DraftRows
+from sglang_kvspec.runtime.head_lists import HeadLists
 
 PAGE = 64
 # Both sides round to bf16 (2^-9 relative). The GPU computes 8-bit pages in fp16. A wrong page, slot
@@ -144,7 +145,7 @@ def test_drafts_of_layers_and_heads_that_read_pages_of_their_own(pair, device):
     )
     both.prefill(a=4 * PAGE + 5)
     both.prefill(b=PAGE + 61)
-    rows = DraftRows(2, 8, 24, PAGE, device, lists=(2, 2))
+    rows = DraftRows(2, 8, 24, PAGE, device, lists=HeadLists(2, 2, device))
     # The newest full page is in the window, which a GPU always reads.
     seen = {"a": torch.tensor([[[0, 1, 3], [1, 2, 3]], [[0, 2, 3], [0, 1, 3]]])}
     both.draft(rows, 0, seen, a=2, b=1)

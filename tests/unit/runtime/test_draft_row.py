@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.runtime.draft_rows import draft_row
+from sglang_kvspec.runtime.head_lists import HeadLists
 
 SIZE = 32
 PAGES = [7, 2, 9, 4, 11, 1, 8, 3]
@@ -169,7 +170,8 @@ def test_a_row_whose_heads_select_different_pages(kv):
     encode(kv, PAGES[:3])
     kv.open_pages([4])
     seen = torch.tensor([[[0, 1], [1, 3]], [[1, 2], [0, 2]], [[0, 3], [2, 3]]])
-    row = draft_row(kv, 1, 4 * SIZE + 6, pages_to(4 * SIZE + 6, 2), 2, seen)
+    lists = HeadLists(3, 2, torch.device("cpu"))
+    row = draft_row(kv, 1, 4 * SIZE + 6, pages_to(4 * SIZE + 6, 2), 2, seen, lists=lists)
     lists = row.past.permute(1, 2, 0).tolist()
     assert lists == [[[7, 2], [2, -1]], [[2, 9], [7, 9]], [[7, -1], [9, -1]]]
     assert row.tail_len == SIZE + 6

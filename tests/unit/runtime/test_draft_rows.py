@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_kvspec.runtime.draft_rows import DraftRow, DraftRows
+from sglang_kvspec.runtime.head_lists import HeadLists
 
 CPU = torch.device("cpu")
 SIZE, MAX_BATCH, MAX_STEPS, MAX_PAGES, VOCAB = 4, 5, 9, 8, 97
@@ -234,7 +235,7 @@ def test_a_batch_with_more_pages_than_promised_is_refused():
 
 
 def test_lists_of_layers_and_heads_follow_one_another():
-    rows = DraftRows(MAX_BATCH, MAX_STEPS, MAX_PAGES, SIZE, CPU, lists=(2, 3))
+    rows = DraftRows(MAX_BATCH, MAX_STEPS, MAX_PAGES, SIZE, CPU, lists=HeadLists(2, 3, CPU))
     address = rows.head_pages.data_ptr()
     differing = torch.arange(12).view(2, 2, 3)
     loaded = [
@@ -255,7 +256,9 @@ def test_lists_of_layers_and_heads_follow_one_another():
 
 
 def test_the_device_is_told_what_to_select_by_mass():
-    rows = DraftRows(MAX_BATCH, MAX_STEPS, MAX_PAGES, SIZE, CPU, lists=(2, 3), by_mass=True)
+    rows = DraftRows(
+        MAX_BATCH, MAX_STEPS, MAX_PAGES, SIZE, CPU, lists=HeadLists(2, 3, CPU), by_mass=True
+    )
     past = torch.tensor([40, 41, 42])
     choosing = {"num_read": 2, "num_newest": 1, "slot": 7}
     loaded = [

@@ -14,6 +14,7 @@ from sglang_kvspec.runtime.device_attention import DeviceAttention
 from sglang_kvspec.runtime.draft_rows import draft_row
 from sglang_kvspec.runtime.draft_view import DraftReads
 from sglang_kvspec.runtime.earlier_tokens import EarlierTokens
+from sglang_kvspec.runtime.head_lists import HeadLists
 from sglang_kvspec.runtime.pages import PageKeeper
 from sglang_kvspec.runtime.prompt_scores import MOST_PREFILLS
 from sglang_kvspec.runtime.request_state import RequestState
@@ -289,7 +290,8 @@ def test_lists_of_different_lengths_become_a_row(kv, attention_lab):
     state.token_scores = scores_of([ALWAYS, ALWAYS, 9, 8, 7], [0, 2, 4, 6, 5])
     state.token_scores.scores = state.token_scores.scores.expand(LAYERS, -1, -1)
     seen = ScoredPageLists("head", SIZE).select(state, 5)
-    row = draft_row(kv, 1, 5 * SIZE + 3, story.pages, 4, seen=seen)
+    lists = HeadLists(LAYERS, 2, torch.device("cpu"))
+    row = draft_row(kv, 1, 5 * SIZE + 3, story.pages, 4, seen=seen, lists=lists)
     # The page of index 4 is in the recent window.
     by_head = row.past.permute(1, 2, 0).tolist()
     assert by_head == [[[7, 2, 9], [4, -1, -1]]] * LAYERS
