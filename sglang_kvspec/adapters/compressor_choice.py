@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from sglang_kvspec.adapters.activation import check_untested
 from sglang_kvspec.core.compressor import AUTO_COMPRESSOR, parse_compressor
 from sglang_kvspec.core.config import KVSpecConfig, Target
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
@@ -27,11 +26,6 @@ def with_compressor(config: KVSpecConfig, *, on_gpu: bool) -> KVSpecConfig:
         return config
     if config.compressor != AUTO_COMPRESSOR:
         _check_served(config.compressor, config.target, on_gpu=on_gpu)
-        if on_gpu and _is_untested(config.compressor):
-            name = parse_compressor(config.compressor).name
-            check_untested(
-                f"--kvspec-compressor {name}", "methods that read prompts once, such as snapkv"
-            )
         return config
     chosen = next(
         each for each in best_first(MEASURED) if _serves(each.scorer, config.target, on_gpu=on_gpu)
@@ -75,15 +69,11 @@ def _check_served(text: str, target: Target, *, on_gpu: bool) -> None:
             )
 
 
-def _is_untested(text: str) -> bool:
-    """Return whether no GPU server was tested with a compressor."""
-    return make_scorer(parse_compressor(text)).needs.repeats
-
-
 def _serves(name: str, target: Target, *, on_gpu: bool) -> bool:
-    """Return whether a scorer needs no file, and on a GPU only what a GPU shows it, tested."""
+    """Return whether `auto` may take a scorer: one that needs no file, on a GPU only what a GPU
+    shows it, and no second prefill, whose price the study does not count."""
     try:
         _check_served(name, target, on_gpu=on_gpu)
     except (ConfigError, UnsupportedError):
         return False
-    return not (on_gpu and _is_untested(name))
+    return not make_scorer(parse_compressor(name)).needs.repeats

@@ -290,8 +290,8 @@ FLAGS: tuple[Flag, ...] = (
         "`heads={head,layer,model,same}` says which heads share a budget or read the same, and "
         "`keep_anchors=false` frees the anchors of pages that drafts do not read; `auto` takes the "
         "method and the budget that a study found best; see `sglang-kvspec compressors`",
-        note="a GPU takes methods that score pages at the prefill, and `kvzip` with "
-        "`SGLANG_KVSPEC_UNTESTED=1`; verifications read all pages",
+        note="a GPU takes methods that score pages at the prefill, or at the target `exact` a "
+        "second one, which `auto` never takes; verifications read all pages",
         needs=(
             Need(
                 has_no_view,

@@ -50,11 +50,14 @@ class ScoredPageLists:
         self._allocation, self._page_size = allocation, page_size
 
     def select(self, state: RequestState, num_pages: int) -> torch.Tensor | None:
-        """Return lists of pages, see TokenScores.pages(); None for all."""
-        if _reads_all(state):
+        """Return lists of pages, see TokenScores.pages(); None for all, which takes no lists."""
+        scores, size = state.token_scores, self._page_size
+        if scores is None or _reads_all(state):
             return None
-        assert state.token_scores is not None
-        return state.token_scores.pages(state.budget, self._allocation, self._page_size, num_pages)
+        if not scores.num_unread(state.budget, self._allocation, size):
+            # A prompt that was too long to be repeated, say.
+            return None
+        return scores.pages(state.budget, self._allocation, size, num_pages)
 
     def num_tokens(self, state: RequestState, num_pages: int) -> float:
         """As ScoredTokens.num_tokens()."""

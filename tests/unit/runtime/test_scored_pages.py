@@ -282,6 +282,14 @@ def test_a_request_without_scores_reads_everything(view):
     assert view.select(new_state(200, budget=0.1), 6) is None
 
 
+def test_scores_that_leave_nothing_out_take_no_lists():
+    state = new_state(5 * SIZE, budget=0.2)
+    state.token_scores = scores_of([ALWAYS] * 5, [ALWAYS] * 5)
+    assert ScoredPageLists("head", SIZE).select(state, 5) is None
+    state.token_scores = scores_of([ALWAYS] * 5, [ALWAYS, ALWAYS, 1, 2, 3])
+    assert ScoredPageLists("head", SIZE).select(state, 5) is not None
+
+
 def test_lists_of_different_lengths_become_a_row(kv, attention_lab):
     driver, _ = driver_of(attention_lab, kv, Watching())
     story = attention_lab.Story(kv, PAGES, 5 * SIZE + 3)
