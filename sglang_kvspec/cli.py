@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from math import inf, nan
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.table import Table
 
 from sglang_kvspec.core.config import (
     AUTO_BUDGET,
+    AUTO_RESIDUAL,
     DEFAULT_PAGE_SIZE,
     ExactResidual,
     Target,
@@ -47,6 +49,7 @@ from sglang_kvspec.planning.report import (
     summary_rows,
     sweep_rows,
 )
+from sglang_kvspec.planning.residual_choice import choose_residual
 
 DEFAULT_ACCEPTANCE = "default"
 ACCEPTANCE_REMARK = (
@@ -135,6 +138,10 @@ def accepted_text(kind: str, measured: Sequence[Mapping[str, Any]]) -> str:
 def plan(args: argparse.Namespace) -> None:
     """Print what to expect of a deployment, and draw a plot if --plot asks for one."""
     deployment = deployment_of(args)
+    residuals = None
+    if args.exact_residual == AUTO_RESIDUAL:
+        residuals = choose_residual(deployment)
+        deployment = replace(deployment, exact_residual=residuals.form)
     chosen = forecast(deployment, args.context)
     swept = sweep(deployment, sweep_contexts(args.context, deployment.model.max_context))
     if args.plot is not None:
@@ -153,6 +160,9 @@ def plan(args: argparse.Namespace) -> None:
         table_of(f"{title}\n{codec}{per_gpu}", SUMMARY_COLUMNS, summary_rows(deployment, chosen))
     )
     console.print(table_of("By context length", SWEEP_COLUMNS, sweep_rows(swept)))
+    if residuals is not None:
+        told = f"Residuals in host memory are {residuals.form}, because {residuals.reason}."
+        console.print(told, markup=False)
     for line in remarks(deployment, chosen):
         console.print(line, markup=False)
     if args.acceptance == DEFAULT_ACCEPTANCE:
@@ -166,7 +176,8 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def deployment_of(args: argparse.Namespace) -> Deployment:
-    """Return the deployment that the arguments describe. Raises ConfigError."""
+    """Return the deployment that the arguments describe, with raw residuals where their form is yet
+    to be chosen. Raises ConfigError."""
     device = find_device(args.gpu)
     if args.link_gbps is not None:
         device = device.with_link(args.link_gbps * GB)
@@ -183,7 +194,7 @@ def deployment_of(args: argparse.Namespace) -> Deployment:
         memory_share=args.mem_fraction_static,
         draft_budget=draft_budget(args.draft_budget),
         draft_weights=args.draft_weights,
-        exact_residual=args.exact_residual,
+        exact_residual="raw" if args.exact_residual == AUTO_RESIDUAL else args.exact_residual,
     )
 
 
@@ -351,8 +362,9 @@ def _parser() -> argparse.ArgumentParser:
         "--exact-residual",
         choices=get_args(ExactResidual),
         default=FLAG_OF["exact_residual"].default,
-        help="form of residuals in host memory: all bits (raw), or only what anchors do not tell "
-        "(packed, which a GPU takes with SGLANG_KVSPEC_UNTESTED=1) (default: %(default)s)",
+        help="form of residuals in host memory: all bits (raw), only what anchors do not tell "
+        "(packed), or that for which clearly more tokens/s are expected (auto) (default: "
+        "%(default)s)",
     )
     add("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="page size (default: %(default)s)")
     add(

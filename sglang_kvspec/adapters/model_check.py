@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from kvspec_kernels.codecs.coverage import EXACT, MAX_GROUP, TRITON_ATTENTION
-from sglang_kvspec.adapters.activation import check_untested
 from sglang_kvspec.adapters.kernel_choice import check_deterministic_sizes, check_kernels
 from sglang_kvspec.adapters.target_choice import DETERMINISTIC, target_attention_name
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
@@ -137,8 +136,6 @@ def _check_for_kernels(config: KVSpecConfig, model: Any, num_ranks: int) -> None
                 f"--kvspec cannot serve {model.model_path} on a GPU: {what} {value} "
                 f"(allowed: {allowed})"
             )
-    if config.packs_residuals:
-        check_untested("--kvspec-exact-residual packed", "raw")
     if config.draft_weights not in ("auto", "target") and model.dtype != torch.bfloat16:
         raise UnsupportedError(
             f"--kvspec-draft-weights {config.draft_weights} cannot serve {model.model_path} on a "

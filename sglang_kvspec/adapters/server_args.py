@@ -117,11 +117,13 @@ def build_server_args(make: Callable[..., Any], arguments: Mapping[str, Any]) ->
     # Imported late: a plain server loads neither codecs nor checks.
     from sglang_kvspec.adapters.compressor_choice import with_compressor
     from sglang_kvspec.adapters.model_check import check_model, model_config_of
+    from sglang_kvspec.adapters.residual_choice import with_residual_form
     from sglang_kvspec.adapters.weights_choice import with_weights
 
     fields = kwargs | _implied(config, kwargs)
     model = model_config_of(fields)
     config = with_compressor(config, on_gpu=on_gpu)
+    config = with_residual_form(config, fields, model, on_gpu=on_gpu)
     check_model(
         config,
         model,
@@ -213,7 +215,8 @@ def check_cpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
             "everything runs in plain torch"
         )
     server = Server(kwargs, memory_gib=0)
-    if config.packs_residuals and not stores_or_sends_residuals(config, server):
+    packs = config.exact_residual == "packed"
+    if packs and not stores_or_sends_residuals(config, server):
         raise UnsupportedError(
             "--kvspec-exact-residual packed has no effect on residuals in the memory of a CPU "
             "server (allowed: raw, or packed with a prefix tier or a split transfer)"
@@ -236,6 +239,8 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     not support on a GPU. Raises ConfigError as load_target_attention()."""
     check_gpus(config.kernels)
     _check_needs(config, kwargs, on_gpu=True)
+    if config.exact_residual == "packed":
+        _check_packed(config, kwargs)
     deterministic = bool(kwargs.get("enable_deterministic_inference"))
     if config.target_attention is not None:
         load_target_attention(config, deterministic=deterministic)
@@ -248,6 +253,17 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"--page-size {page_size} cannot be combined with {asked} (allowed: powers of two)"
         )
+
+
+def _check_packed(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError for ways of packed residuals between servers, which no GPU has run."""
+    mode = kwargs.get("disaggregation_mode") or "null"
+    for flag, is_asked in (
+        (f"--disaggregation-mode {mode}", mode != "null"),
+        ("--kvspec-prefix-server", config.prefix_server is not None),
+    ):
+        if is_asked:
+            activation.check_untested(f"--kvspec-exact-residual packed with {flag}", "raw")
 
 
 def _asked_for_determinism(config: KVSpecConfig) -> str:

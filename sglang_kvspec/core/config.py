@@ -27,6 +27,7 @@ from sglang_kvspec.core.flags import (
     Weights,
 )
 from sglang_kvspec.core.network_flags import (
+    AUTO_RESIDUAL,
     DEFAULT_PREFIX_WAIT_MS,
     DEFAULT_PUBLISH_GBPS,
     LOOPBACK,
@@ -39,6 +40,7 @@ __all__ = [
     "AUTO_BUDGET",
     "AUTO_DRAFT_LEN",
     "AUTO_DRAFT_VIEW",
+    "AUTO_RESIDUAL",
     "AUTO_SCHEDULE",
     "AUTO_WEIGHTS",
     "DEFAULT_PAGE_SIZE",
@@ -155,7 +157,9 @@ class KVSpecConfig:
 
     @property
     def packs_residuals(self) -> bool:
-        """Return True if residuals are packed outside of the KV cache."""
+        """Return True if residuals are packed outside of the KV cache. `auto` must have been
+        decided."""
+        assert self.exact_residual != AUTO_RESIDUAL, "the form of residuals is not decided yet"
         return self.exact_residual == "packed"
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from sglang_kvspec.core.errors import ConfigError
@@ -21,11 +22,19 @@ from sglang_kvspec.core.flag_needs import (
 
 Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
 
-ExactResidual = Literal["raw", "packed"]
+ExactResidual = Literal["auto", "packed", "raw"]
+# Stands for the form that a forecast prefers.
+AUTO_RESIDUAL = "auto"
 
 DEFAULT_PUBLISH_GBPS = 0.1
 DEFAULT_PREFIX_WAIT_MS = 1000.0
 LOOPBACK = "127.0.0.1"
+
+
+def _unless_auto(is_met: Callable[..., bool]) -> Callable[..., bool]:
+    """Return `is_met` for forms of residuals that were asked for: `auto` takes one that fits."""
+    return lambda config, *server: config.exact_residual == AUTO_RESIDUAL or is_met(config, *server)
+
 
 NETWORK_FLAGS: tuple[Flag, ...] = (
     Flag(
@@ -91,32 +100,34 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         choice_of(ExactResidual),
         default="raw",
         help="form of the residuals of `exact` in host memory of a GPU server, in prefix tiers, at "
-        "prefix servers and in split transfers: all bits (`raw`), or only what anchors do not tell "
-        "(`packed`), about half as many bytes in bf16",
+        "prefix servers and in split transfers: all bits (`raw`), only what anchors do not tell "
+        "(`packed`), about half as many bytes in bf16, or in host memory the form for which "
+        "clearly more tokens/s are expected (`auto`)",
         note="both servers of a transfer, and all servers of a prefix server or folder, need the "
-        "same form to share pages; few tests of `packed` ran on a GPU, which takes it with "
+        "same form to share pages, so `auto` is `raw` with any of these, and on a CPU; transfers "
+        "and prefix servers with `packed` did not run on a GPU, which takes them with "
         "`SGLANG_KVSPEC_UNTESTED=1`",
         needs=(
             Need(
-                has_exact_target,
+                _unless_auto(has_exact_target),
                 "{flag} {value} cannot be combined with --kvspec-target {config.target} (allowed: "
                 "exact)",
                 note="`packed` needs `--kvspec-target exact`, `uniform4` anchors of 4 bits and a "
                 "KV cache in bf16 or fp16",
             ),
             Need(
-                has_uniform_anchors,
+                _unless_auto(has_uniform_anchors),
                 "{flag} {value} needs --kvspec-codec uniform4 with --kvspec-anchor-bits 4",
             ),
             Need(
-                keeps_all_anchors,
+                _unless_auto(keeps_all_anchors),
                 "{flag} {value} needs the anchors of all pages, of which --kvspec-compressor "
                 "{config.compressor} frees some (allowed: keep_anchors=true)",
             ),
         ),
         server_needs=(
             ServerNeed(
-                holds_residuals_elsewhere,
+                _unless_auto(holds_residuals_elsewhere),
                 "{flag} {value} has no effect without --kvspec-host-gb on a GPU, a prefix tier, or "
                 "--kvspec-transfer split with --disaggregation-mode prefill or decode",
                 error=ConfigError,

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from sglang_kvspec.core.config import (
+    AUTO_RESIDUAL,
     AUTO_WEIGHTS,
     DEFAULT_PAGE_SIZE,
     MAX_DRAFT_LEN,
@@ -96,6 +97,7 @@ class Deployment:
             )
         if not self.host_bytes >= 0:
             raise ConfigError(f"--host-memory-gb must be >= 0, got {self.host_bytes / 1e9:g}")
+        assert self.exact_residual != AUTO_RESIDUAL, "the form of residuals is not decided yet"
         if self.exact_residual == "packed" and not self.host_bytes:
             raise ConfigError("--exact-residual packed has no effect with --host-memory-gb 0")
         if self.kv_bytes <= 0:

@@ -104,11 +104,6 @@ def remarks(deployment: Deployment, chosen: Forecast) -> list[str]:
     if cycle is not None:
         stored = cycle.num_requests * setting.request.stored * deployment.tp / GB
         lines.append(f"With residuals in host memory, the residual store holds {stored:,.0f} GB.")
-    if deployment.exact_residual == "packed":
-        lines.append(
-            "Servers on a GPU were not tested with packed residuals: set SGLANG_KVSPEC_UNTESTED=1 "
-            "for the command below."
-        )
     lines.append(
         "Figures are expected, not measured. Attention reaches the shares of bandwidth measured "
         "on one H200. Matrix products at 60 % of peak and the memory left for KV are assumptions. "

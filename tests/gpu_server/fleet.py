@@ -64,7 +64,7 @@ REPEATS = ("--kvspec-compressor=kvzip", "--kvspec-draft-budget=0.1")
 # of 16 bits.
 PACKED = ("--kvspec-exact-residual=packed", HOSTED)
 ONLY_ON_GPU = ("packed hosted", "kept packed", "packed pair")
-# On a GPU no anchors are freed, no residuals packed and no prompts read twice otherwise.
+# On a GPU no packed residuals are sent otherwise.
 UNTESTED = {"SGLANG_KVSPEC_UNTESTED": "1"}
 UNEVEN_SCORES = ("--kvspec-compressor=random:heads=model", "--kvspec-draft-budget=0.3")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
@@ -236,9 +236,7 @@ class Fleet:
             "ngram int4": Spec((*NGRAM, INT4_WEIGHTS, ALWAYS_DRAFTS), environment=RETRACT),
             "scores": Spec((*SCORES, ALWAYS_DRAFTS, "--chunked-prefill-size=256")),
             "uneven scores": Spec((*UNEVEN_SCORES, ALWAYS_DRAFTS, HOSTED)),
-            "repeats": Spec(
-                (*REPEATS, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **UNTESTED}
-            ),
+            "repeats": Spec((*REPEATS, ALWAYS_DRAFTS, HOSTED), environment=small_cache),
             "freed": Spec((*FREED, ALWAYS_DRAFTS, "--chunked-prefill-size=256")),
             "freed hosted": Spec(
                 (*FREED, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **RETRACT}
@@ -248,7 +246,7 @@ class Fleet:
             "crowded": Spec(PAGES, 2 * small, RETRACT),
             "hosted": Spec((HOSTED, ALWAYS_DRAFTS, *PAGES), environment=small_cache),
             "packed hosted": Spec(
-                (*PACKED, ALWAYS_DRAFTS, *PAGES), environment={**small_cache, **RETRACT, **UNTESTED}
+                (*PACKED, ALWAYS_DRAFTS, *PAGES), environment={**small_cache, **RETRACT}
             ),
             "broken": Spec(PAGES, environment={**faults, "KVSPEC_FAULT_FILE": str(self._broken())}),
             "tiers": Spec((*tiers, *PAGES), small),
@@ -258,9 +256,7 @@ class Fleet:
             "early": Spec((*slow, *PAGES)),
             "kept": Spec((*KEPT, self._own_disk("kept"), *PAGES), small),
             "kept hosted": Spec((*KEPT, HOSTED, self._own_disk("hosted")), small, small_cache),
-            "kept packed": Spec(
-                (*KEPT, *PACKED, self._own_disk("packed")), small, {**small_cache, **UNTESTED}
-            ),
+            "kept packed": Spec((*KEPT, *PACKED, self._own_disk("packed")), small, small_cache),
             "pair": Spec(("--kvspec-host-gb=0",)),
             "hosted pair": Spec((HOSTED, *PAGES), environment=small_cache),
             "packed pair": Spec((*PACKED, *PAGES), environment={**small_cache, **UNTESTED}),

@@ -88,59 +88,47 @@ def test_models_no_kernel_covers(
     check_model(KVSpecConfig(), good, 64, on_gpu=True)
 
 
-def test_packed_residuals_need_a_cpu_and_values_of_two_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv(UNTESTED_NAME, raising=False)
+def test_packed_residuals_need_values_of_two_bytes() -> None:
     config = KVSpecConfig(exact_residual="packed", prefix_host_gb=1)
     single, half = (
         model_config_of({"model_path": str(DEMO_MODEL), "dtype": dtype})
         for dtype in ("float32", "bfloat16")
     )
-    check_model(config, half, 64)
-    with pytest.raises(UnsupportedError, match=r"packed .*serves on a CPU only"):
-        check_model(config, half, 64, on_gpu=True)
+    for on_gpu in (False, True):
+        check_model(config, half, 64, on_gpu=on_gpu)
     with pytest.raises(ConfigError, match=r"exact-residual packed: .*bf16 or fp16, got .*float32"):
         check_model(config, single, 64)
 
 
 @pytest.mark.parametrize(
-    ("options", "flag", "instead"),
+    ("options", "arguments", "flag"),
     [
-        ({"exact_residual": "packed", "prefix_host_gb": 1}, "exact-residual packed", "raw"),
+        ({"host_gb": 1}, {"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
+        ({"prefix_server": "tcp://127.0.0.1:5"}, {}, "--kvspec-prefix-server"),
     ],
 )
-def test_what_was_not_tested_on_a_gpu_is_tried_where_that_is_asked_for(
+def test_packed_residuals_between_servers_are_tried_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     options: dict[str, Any],
+    arguments: dict[str, Any],
     flag: str,
-    instead: str,
 ) -> None:
+    show_gpus(monkeypatch, (9, 0))
     monkeypatch.delenv(UNTESTED_NAME, raising=False)
-    config = KVSpecConfig(**options)
-    model = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
-    check_model(config, model, 64)
+    config = KVSpecConfig(exact_residual="packed", **options)
     with pytest.raises(UnsupportedError) as caught:
-        check_model(config, model, 64, on_gpu=True)
+        check_gpu_flags(config, arguments)
     assert str(caught.value) == (
-        f"--kvspec-{flag} was not tested on a GPU and serves on a CPU only (allowed on a GPU: "
-        f"{instead}): use that, or set SGLANG_KVSPEC_UNTESTED=1 to try this one"
+        f"--kvspec-exact-residual packed with {flag} was not tested on a GPU and serves on a CPU "
+        "only (allowed on a GPU: raw): use that, or set SGLANG_KVSPEC_UNTESTED=1 to try this one"
     )
+    for form in ("raw", "auto"):
+        check_gpu_flags(KVSpecConfig(exact_residual=form, **options), arguments)
+    check_gpu_flags(KVSpecConfig(exact_residual="packed", host_gb=1, prefix_host_gb=1), {})
     monkeypatch.setenv(UNTESTED_NAME, "1")
-    check_model(config, model, 64, on_gpu=True)
-    assert f"--kvspec-{flag} was not tested on a GPU" in caplog.text
-
-
-def test_cuda_kernels_are_asked_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *device: (9, 0))
-    demo = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
-    config = KVSpecConfig(kernels="cuda")
-    check_model(config, demo, 64, on_gpu=True)
-    sparse = KVSpecConfig(kernels="cuda", anchor_bits=2)
-    with pytest.raises(UnsupportedError, match=r"cuda .*covers its encoding \(allowed: auto, tri"):
-        check_model(sparse, demo, 64, on_gpu=True)
-    check_model(KVSpecConfig(kernels="triton", anchor_bits=2), demo, 64, on_gpu=True)
+    check_gpu_flags(config, arguments)
+    assert f"--kvspec-exact-residual packed with {flag} was not tested on a GPU" in caplog.text
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])

@@ -65,7 +65,8 @@ def test_servers_of_different_commits_are_not_compared(collect, tmp_path):
         }
         write(tmp_path, name, values, commit=name)
     _, figures = collect("--serving", "copies.json", "own.json")
-    assert list(figures) == ["cheap.8b.4k.bs4.exact.decode.tokens_per_s"]
+    cheap = [name for name in figures if name.startswith(("cheap.", "start."))]
+    assert cheap == ["cheap.8b.4k.bs4.exact.decode.tokens_per_s"]
 
 
 def test_a_run_of_few_requests_does_not_count_as_saturated(collect, tmp_path):

@@ -258,6 +258,8 @@ FINE: list[tuple[Options, Options]] = [
     ({"exact_residual": "packed", "host_gb": 8}, {}),
     ({"exact_residual": "packed"} | PREFIX_TIERS, {}),
     ({"exact_residual": "packed", "transfer": "full"} | PREFIX_TIERS, PREFILL),
+    ({"exact_residual": "auto"}, {}),
+    ({"exact_residual": "auto", "target": "int8", "anchor_bits": 2}, {}),
     (
         {"prefix_hbm_fraction": 0.1, "prefix_gb": 4, "prefix_wait_ms": 5} | PREFIX_TIERS,
         {"dp_size": 1, "disable_radix_cache": False},

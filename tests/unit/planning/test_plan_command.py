@@ -87,8 +87,11 @@ def test_residuals_may_be_packed_in_host_memory():
     useless = run("plan", "--model", LLAMA, "--exact-residual", "packed", "--host-memory-gb", 0)
     assert useless.returncode == 2
     assert "--exact-residual packed has no effect with --host-memory-gb 0" in useless.stderr
-    said = run("plan", "--model", LLAMA, "--exact-residual", "packed").stdout
-    assert "set SGLANG_KVSPEC_UNTESTED=1" in " ".join(said.split())
+    said = run("plan", "--model", LLAMA, "--exact-residual", "auto", "--gpu", "H200").stdout
+    assert "Residuals in host memory are raw, because packed residuals" in " ".join(said.split())
+    few = ("--host-memory-gb", 50, "--max-running-requests", 64)
+    said = run("plan", "--model", LLAMA, "--exact-residual", "auto", "--gpu", "H200", *few).stdout
+    assert "Residuals in host memory are packed, because" in " ".join(said.split())
 
 
 def test_a_fall_back_to_plain_decoding_is_reported():

@@ -11,6 +11,7 @@ import pytest
 from sglang_kvspec.planning import weights_choice
 from sglang_kvspec.planning.devices import DEVICES, PRODUCTS
 from sglang_kvspec.planning.forecast import MEASURED_ACCEPTANCE, Deployment
+from sglang_kvspec.planning.gains import Gain
 from sglang_kvspec.planning.model_shape import ModelShape
 from sglang_kvspec.planning.weights_choice import choose_weights
 
@@ -29,23 +30,6 @@ def deployment(**changes):
     return Deployment(**fields | changes)
 
 
-@pytest.fixture
-def gains(monkeypatch):
-    """Return a function that sets the gain of a context and number of requests, and the names of
-    those that were asked for."""
-    asked = []
-
-    def use(gain):
-        def noted(deployment, context_len):
-            asked.append((context_len, deployment.max_requests))
-            return gain(context_len, deployment.max_requests)
-
-        monkeypatch.setattr(weights_choice, "_gain", noted)
-        return asked
-
-    return use
-
-
 def test_copies_of_a_model_of_8b_pay():
     choice = choose_weights(deployment())
     assert choice.weights == "int4"
@@ -53,26 +37,26 @@ def test_copies_of_a_model_of_8b_pay():
 
 
 @pytest.mark.parametrize(
-    ("few", "many", "weights", "told"),
+    ("least", "most", "weights", "told"),
     [
-        (1.4, 1.1, "int4", "1.40 times the tokens/s for 1 request of 4,096 tokens"),
-        (1.4, 0.985, "int4", "1.40 times"),
-        (1.4, 0.97, "target", "0.97 times the tokens/s for 48 requests of 4,096 tokens"),
-        (1.04, 1.0, "target", "1.04 times"),
+        (1.1, 1.4, "int4", "1.40 times the tokens/s for 1 request of 4,096 tokens"),
+        (0.985, 1.4, "int4", "1.40 times"),
+        (0.97, 1.4, "target", "0.97 times the tokens/s for 48 requests of 4,096 tokens"),
+        (1.0, 1.04, "target", "1.04 times"),
     ],
 )
-def test_copies_must_gain_somewhere_and_lose_nowhere(gains, few, many, weights, told):
-    asked = gains(lambda context_len, count: few if count == 1 else many)
-    choice = choose_weights(deployment())
+def test_copies_must_gain_somewhere_and_lose_nowhere(monkeypatch, least, most, weights, told):
+    asked = []
+
+    def compare(base, changed):
+        asked.append((base.draft_weights, changed.draft_weights))
+        return Gain(least, 4096, 48), Gain(most, 4096, 1)
+
+    monkeypatch.setattr(weights_choice, "least_and_most", compare)
+    choice = choose_weights(deployment(draft_weights="int4"))
     assert choice.weights == weights
     assert told in choice.reason
-    assert asked == [(4096, 1), (4096, 48), (32768, 1), (32768, 48)]
-
-
-def test_contexts_are_no_longer_than_the_models(gains):
-    asked = gains(lambda context_len, count: 1.0)
-    choose_weights(deployment(model=replace(LLAMA_8B, max_context=2048), max_requests=1))
-    assert asked == [(2048, 1)]
+    assert asked == [("target", "int4")]
 
 
 def test_models_and_gpus_without_copies():

@@ -1,0 +1,58 @@
+"""Deployment of a server before its model is loaded, for choices by forecast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+
+from sglang_kvspec.core.config import AUTO_RESIDUAL, KVSpecConfig, Weights
+from sglang_kvspec.core.errors import ConfigError
+from sglang_kvspec.core.units import GIB
+from sglang_kvspec.planning.devices import DEVICES, MEMORY_SHARE, PRODUCTS
+from sglang_kvspec.planning.forecast import MEASURED_ACCEPTANCE, Deployment
+from sglang_kvspec.planning.model_shape import ModelShape
+
+
+def deployment_of(config: KVSpecConfig, fields: dict[str, Any], model: Any) -> Deployment:
+    """Return the deployment of a server on this machine's GPU. What is yet to be decided is as
+    without --kvspec flags. fields: of ServerArgs. model: SGLang's ModelConfig.
+
+    Raises ConfigError, with a reason as the end of a sentence, where there is no forecast.
+    """
+    if config.kernels == "triton":
+        raise ConfigError("there are no figures for Triton kernels")
+    if (product := torch.cuda.get_device_name()) not in PRODUCTS:
+        raise ConfigError(f"there are no figures for {product}")
+    try:
+        return _deployment(config, fields, model, PRODUCTS[product])
+    except ConfigError as error:
+        # `plan` knows fewer models than the server, and says which.
+        raise ConfigError(f"there is no forecast: {error}") from error
+
+
+def _deployment(
+    config: KVSpecConfig, fields: dict[str, Any], model: Any, device: str
+) -> Deployment:
+    shape = ModelShape.from_config(model.hf_text_config.to_dict())
+    # Codecs of other packages, and those without kernels, have no figures of their own.
+    codec = config.codec if config.codec in MEASURED_ACCEPTANCE else "uniform4"
+    is_raw = not config.host_gb or config.exact_residual == AUTO_RESIDUAL
+    is_named = config.draft_weights in get_args(Weights)
+    return Deployment(
+        model=replace(shape, max_context=int(model.context_len)),
+        device=DEVICES[device],
+        curve=MEASURED_ACCEPTANCE[codec],
+        codec=codec,
+        target=config.target,
+        tp=fields.get("tp_size") or 1,
+        host_bytes=(config.host_gb or 0) * GIB,
+        page_size=fields["page_size"],
+        max_requests=fields["max_running_requests"],
+        memory_share=fields.get("mem_fraction_static") or MEMORY_SHARE,
+        max_draft_len=config.max_draft_len,
+        draft_budget=config.asked_budget,
+        draft_weights=config.draft_weights if is_named else "int4",
+        exact_residual="raw" if is_raw else config.exact_residual,
+    )
