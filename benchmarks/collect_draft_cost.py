@@ -103,7 +103,7 @@ def acceptance_figures(place: str, copies: Rows, own: Rows) -> list[Figure]:
 def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
     """Return what servers that draft in 4 bits reach, against plain SGLang and against the same
     target whose drafts read the model's own weights, and how much longer they take to start. Rows
-    of different commits are not compared."""
+    of different commits are not compared. Of figures of one name, the last part's counts."""
     values = {
         (row["commit"], row["name"].removeprefix(SERVE)): row
         for row in rows
@@ -128,7 +128,7 @@ def serving_figures(rows: Iterable[Mapping[str, Any]]) -> list[Figure]:
         unit = f"s, median of {len(extra)} points"
         spread = (max(extra) - min(extra)) / 2
         figures.append(Figure("start.extra_seconds.w4", median(extra), unit, spread))
-    return figures
+    return list({figure.name: figure for figure in figures}.values())
 
 
 def _ratio(name: str, row: Mapping[str, Any], base: Mapping[str, Any]) -> Figure:

@@ -69,6 +69,14 @@ def test_servers_of_different_commits_are_not_compared(collect, tmp_path):
     assert cheap == ["cheap.8b.4k.bs4.exact.decode.tokens_per_s"]
 
 
+def test_of_figures_of_one_name_the_last_part_counts(collect, tmp_path):
+    for commit, ratio in (("one", 2.8), ("two", 2.9)):
+        write(tmp_path, commit, {"serve.8b.32k.bs16.int8-w4.vs_bf16": (ratio, None)}, commit)
+    result, figures = collect("--serving", "one", "two")
+    assert figures["cheap.8b.32k.bs16.int8"]["value"] == 2.9
+    assert len(result["figures"]) == len(figures)
+
+
 def test_a_run_of_few_requests_does_not_count_as_saturated(collect, tmp_path):
     names = ("serve.8b.32k.bs16.int8-w4.vs_bf16", "serve.8b.32k.saturation.int8-w4.vs_bf16")
     write(tmp_path, "serving.json", {name: (2.8, None) for name in names})
