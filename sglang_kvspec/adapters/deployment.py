@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 
@@ -35,11 +35,18 @@ def deployment_of(config: KVSpecConfig, fields: dict[str, Any], model: Any) -> D
 def _deployment(
     config: KVSpecConfig, fields: dict[str, Any], model: Any, device: str
 ) -> Deployment:
-    shape = ModelShape.from_config(model.hf_text_config.to_dict())
+    # The dtype that is served, whatever the model was saved in.
+    dtype = str(model.dtype).removeprefix("torch.")
+    shape = ModelShape.from_config(model.hf_text_config.to_dict() | {"dtype": dtype})
     # Codecs of other packages, and those without kernels, have no figures of their own.
     codec = config.codec if config.codec in MEASURED_ACCEPTANCE else "uniform4"
     is_raw = not config.host_gb or config.exact_residual == AUTO_RESIDUAL
-    is_named = config.draft_weights in get_args(Weights)
+    weights: Weights = "int4"
+    if config.draft_weights in get_args(Weights):
+        weights = cast("Weights", config.draft_weights)
+    if model.dtype != torch.bfloat16:
+        # with_weights() makes no copies of others.
+        weights = "target"
     return Deployment(
         model=replace(shape, max_context=int(model.context_len)),
         device=DEVICES[device],
@@ -53,6 +60,6 @@ def _deployment(
         memory_share=fields.get("mem_fraction_static") or MEMORY_SHARE,
         max_draft_len=config.max_draft_len,
         draft_budget=config.asked_budget,
-        draft_weights=config.draft_weights if is_named else "int4",
+        draft_weights=weights,
         exact_residual="raw" if is_raw else config.exact_residual,
     )

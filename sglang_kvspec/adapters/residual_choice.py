@@ -9,7 +9,7 @@ from typing import Any
 from sglang_kvspec.adapters.deployment import deployment_of
 from sglang_kvspec.core.config import AUTO_RESIDUAL, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.core.flag_needs import Server, can_pack_residuals, stores_or_sends_residuals
+from sglang_kvspec.core.flag_needs import DISAGGREGATION_ROLES, can_pack_residuals
 from sglang_kvspec.planning.residual_choice import ResidualChoice, choose_residual
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def with_residual_form(
         chosen = ResidualChoice("raw", "a CPU takes longer to pack than fewer bytes save")
     elif not can_pack_residuals(config):
         chosen = ResidualChoice("raw", "packing needs the 4-bit uniform4 anchors of every page")
-    elif stores_or_sends_residuals(config, Server(fields, memory_gib=0)):
+    elif config.keeps_prefixes or fields.get("disaggregation_mode") in DISAGGREGATION_ROLES:
         chosen = ResidualChoice("raw", "prefix tiers and transfers share pages of one form")
     else:
         try:

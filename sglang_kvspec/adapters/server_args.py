@@ -256,14 +256,15 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
 
 
 def _check_packed(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for ways of packed residuals between servers, which no GPU has run."""
+    """Raise UnsupportedError for packed residuals beyond host memory, which no GPU has run as they
+    are now."""
     mode = kwargs.get("disaggregation_mode") or "null"
-    for flag, is_asked in (
+    for what, is_asked in (
         (f"--disaggregation-mode {mode}", mode != "null"),
-        ("--kvspec-prefix-server", config.prefix_server is not None),
+        ("prefix tiers", config.keeps_prefixes),
     ):
         if is_asked:
-            activation.check_untested(f"--kvspec-exact-residual packed with {flag}", "raw")
+            activation.check_untested(f"--kvspec-exact-residual packed with {what}", "raw")
 
 
 def _asked_for_determinism(config: KVSpecConfig) -> str:

@@ -10,8 +10,8 @@ from sglang_kvspec.planning.forecast import Deployment
 from sglang_kvspec.planning.gains import least_and_most
 
 # Packed residuals may cost this share of the tokens a second somewhere, and must gain this factor
-# elsewhere. The one server that was measured made 0.93 of the rate of raw residuals, where 1.11 was
-# expected (docs/benchmarks/exact-residual.md): 0.84 of the gain.
+# elsewhere. No server has shown a gain yet: the one that was measured made 0.93 of the rate of raw
+# residuals, where 0.95 was expected (docs/benchmarks/exact-residual.md). So it must be clear.
 LEAST_KEPT, LEAST_GAIN = 0.98, 1.25
 
 

@@ -89,7 +89,7 @@ def test_models_no_kernel_covers(
 
 
 def test_packed_residuals_need_values_of_two_bytes() -> None:
-    config = KVSpecConfig(exact_residual="packed", prefix_host_gb=1)
+    config = KVSpecConfig(exact_residual="packed", host_gb=1)
     single, half = (
         model_config_of({"model_path": str(DEMO_MODEL), "dtype": dtype})
         for dtype in ("float32", "bfloat16")
@@ -104,10 +104,16 @@ def test_packed_residuals_need_values_of_two_bytes() -> None:
     ("options", "arguments", "flag"),
     [
         ({"host_gb": 1}, {"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
-        ({"prefix_server": "tcp://127.0.0.1:5"}, {}, "--kvspec-prefix-server"),
+        (
+            {"transfer": "full", "host_gb": 1},
+            {"disaggregation_mode": "decode"},
+            "--disaggregation-mode decode",
+        ),
+        ({"prefix_server": "tcp://127.0.0.1:5"}, {}, "prefix tiers"),
+        ({"prefix_host_gb": 1}, {}, "prefix tiers"),
     ],
 )
-def test_packed_residuals_between_servers_are_tried_where_that_is_asked_for(
+def test_packed_residuals_beyond_host_memory_are_tried_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     options: dict[str, Any],
@@ -125,10 +131,21 @@ def test_packed_residuals_between_servers_are_tried_where_that_is_asked_for(
     )
     for form in ("raw", "auto"):
         check_gpu_flags(KVSpecConfig(exact_residual=form, **options), arguments)
-    check_gpu_flags(KVSpecConfig(exact_residual="packed", host_gb=1, prefix_host_gb=1), {})
+    check_gpu_flags(KVSpecConfig(exact_residual="packed", host_gb=1), {})
     monkeypatch.setenv(UNTESTED_NAME, "1")
     check_gpu_flags(config, arguments)
     assert f"--kvspec-exact-residual packed with {flag} was not tested on a GPU" in caplog.text
+
+
+def test_cuda_kernels_are_asked_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *device: (9, 0))
+    demo = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
+    config = KVSpecConfig(kernels="cuda")
+    check_model(config, demo, 64, on_gpu=True)
+    sparse = KVSpecConfig(kernels="cuda", anchor_bits=2)
+    with pytest.raises(UnsupportedError, match=r"cuda .*covers its encoding \(allowed: auto, tri"):
+        check_model(sparse, demo, 64, on_gpu=True)
+    check_model(KVSpecConfig(kernels="triton", anchor_bits=2), demo, 64, on_gpu=True)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])

@@ -72,10 +72,26 @@ def test_other_servers_keep_residuals_raw(chosen, changes, reason):
     assert f"exact residuals: raw, because {reason}" in log
 
 
-def test_decode_servers_keep_residuals_raw(chosen):
-    form, log = chosen(disaggregation_mode="decode")
+@pytest.mark.parametrize("transfer", ["split", "full"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_servers_of_a_pair_keep_residuals_raw(chosen, role, transfer):
+    form, log = chosen(replace(AUTO, transfer=transfer), disaggregation_mode=role)
     assert form == "raw"
     assert "transfers share pages of one form" in log
+
+
+def test_the_dtype_is_the_one_that_is_served(chosen, caplog):
+    gains = {}
+    for saved in ("bfloat16", "float16", "float32"):
+        for served in (torch.bfloat16, torch.float16):
+            model = model_of(dtype=saved, torch_dtype=saved)
+            model.dtype = served
+            caplog.clear()
+            form, log = chosen(replace(AUTO, draft_weights="auto"), model)
+            gains.setdefault(served, set()).add((form, log.partition("because ")[2]))
+    # A value takes fewer bits in bf16 than in fp16.
+    (half,), (brain,) = gains[torch.float16], gains[torch.bfloat16]
+    assert half != brain
 
 
 def test_without_a_forecast_residuals_are_raw(chosen, monkeypatch):
