@@ -13,7 +13,7 @@ from sglang_kvspec.runtime.request_state import RequestState
 PIECE, LEAST_PIECE = 512, 256
 # Tokens that are repeated behind one prefill, on a CPU and on a GPU. All requests wait meanwhile,
 # and SGLang's watchdog stops a server whose step takes minutes.
-MOST_REPEATED, MOST_REPEATED_ON_GPU = 8192, 65536
+MOST_REPEATED, MOST_REPEATED_ON_GPU = 8192, 16384
 # Tokens before a piece that its forward begins with, so that its first tokens are expected.
 LEAD = 8
 

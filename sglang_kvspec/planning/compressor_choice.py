@@ -33,14 +33,14 @@ class Measured:
 def best_first(methods: Iterable[Measured]) -> list[Measured]:
     """Return the scorers among methods. First those that keep LEAST_ACCEPTED at every place, from
     the fewest bytes on; then all others, from the largest acceptance on. The place that is worst
-    for a method decides."""
+    for a method decides. Hundredths of bytes do not count: of equal ones, the larger acceptance
+    does."""
     return sorted(
         (each for each in methods if each.scorer != ALL_TOKENS),
         key=lambda each: (
             min(each.vs_dense4) < LEAST_ACCEPTED,
-            max(each.bytes_vs_dense4)
-            if min(each.vs_dense4) >= LEAST_ACCEPTED
-            else -min(each.vs_dense4),
+            round(max(each.bytes_vs_dense4), 2) if min(each.vs_dense4) >= LEAST_ACCEPTED else 0.0,
+            -min(each.vs_dense4),
             each.scorer,
         ),
     )

@@ -20,6 +20,12 @@ def test_the_fewest_bytes_come_first_among_methods_that_keep_enough():
     assert best_first([poor, dear, dense, close, cheap]) == [cheap, dear, close, poor]
 
 
+def test_of_equal_bytes_the_larger_acceptance_counts():
+    weak = method("a", (0.91, 0.95), (0.211, 0.2))
+    strong = method("b", (0.93, 0.93), (0.2, 0.212))
+    assert best_first([weak, strong]) == [strong, weak]
+
+
 def test_what_was_measured_has_a_number_for_every_place():
     assert PLACES
     for each in MEASURED:
