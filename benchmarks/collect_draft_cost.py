@@ -9,9 +9,9 @@ Each part was written by its own script: bench_int4_products.py, bench_views.py,
 bench_ngram_gpu.py, or with --gpu-report by tests/gpu_server. Paths are relative to
 benchmarks/results. --acceptance names a place and two parts: drafts with weights in 4 bits, and
 with the model's own. w4.accept.vs_target_weights is that of the first place, with drafts that read
-all pages. Servers with and without copies may be of several parts of one commit, which ran on one
-machine. Parts of --saturated ran as many
-requests as fit, those of --serving did not. Answers of several parts are counted together.
+all pages. Servers with and without copies may be of several parts, which must be of one commit and
+one machine. Parts of --saturated ran as many requests as fit, those of --serving did not. Answers
+of several parts are counted together.
 `settings.parts` says where, when and at which commit each part was measured.
 """
 
