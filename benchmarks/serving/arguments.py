@@ -9,7 +9,7 @@ from pathlib import Path
 from serving.curve import Traces
 from serving.identity import NAME
 from serving.points import MAX_CONCURRENCY, parse_points
-from serving.systems import SYSTEMS
+from serving.systems import READS_ALL, SYSTEMS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -69,7 +69,25 @@ def parse_arguments(description: str) -> argparse.Namespace:
     unbounded = any(point.concurrency == MAX_CONCURRENCY for point in args.points)
     if unbounded and not args.max_running:
         parser.error("--points with the concurrency max needs --max-running")
+    if (reason := untraced(args)) is not None:
+        parser.error(reason)
     return args
+
+
+def untraced(args: argparse.Namespace) -> str | None:
+    """Return why --traces may not tell of a draft that a server makes, None if they do. The server
+    would fail in its first round."""
+    chooses = [name for name in args.systems if SYSTEMS[name].target and READS_ALL not in name]
+    is_named = "--kvspec-draft-budget" in args.kvspec_args
+    if not args.points or args.traces is None or is_named or not chooses:
+        return None
+    missing = args.traces.unrecorded_budgets()
+    if not missing:
+        return None
+    return (
+        f"{args.traces.path} has no traces at the draft budgets {', '.join(map(str, missing))}, "
+        f"which {chooses[0]} may choose: name one with --kvspec-args=--kvspec-draft-budget=0.1"
+    )
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from compressors.names import DENSE4_LABEL, Method
 from sglang_kvspec.core.config import MAX_DRAFT_LEN
 from sglang_kvspec.planning.compressor_choice import ALL_TOKENS
 from sglang_kvspec.planning.costs import AcceptanceCurve
+from sglang_kvspec.planning.draft_budget import BUDGETS
 from sglang_kvspec.planning.forecast import read_acceptance
 
 
@@ -48,6 +49,15 @@ class Traces(NamedTuple):
         """Return what RESULT[:SCORER] names."""
         path, _, scorer = text.partition(":")
         return cls(Path(path), scorer or None)
+
+    def unrecorded_budgets(self) -> list[float]:
+        """Return the draft budgets among which a server may choose, but which have no traces."""
+        if self.scorer is not None:
+            # A server with a compressor has one budget.
+            return []
+        results = json.loads(self.path.read_text(encoding="utf-8"))
+        recorded = set(map(self.budget_of, results["settings"]["raw"]))
+        return [budget for budget in BUDGETS if budget not in recorded]
 
     def budget_of(self, name: str) -> float | None:
         """Return the draft budget of a method of the result; None for one that is not replayed."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from serving.arguments import parse_arguments
 from serving.curve import Traces, matches, survival, write_curve, write_traces
 
 from sglang_kvspec.planning.costs import AcceptanceCurve
@@ -155,3 +157,30 @@ def test_traces_of_a_scorer_are_those_over_four_bits(tmp_path):
 
 def test_a_trace_tells_right_drafts_from_wrong_ones():
     assert matches([2, 0, 4, 1], 4) == "110" + "0" + "11111" + "10"
+
+
+def arguments(monkeypatch, path, *more):
+    given = ["bench_serving.py", "--points", "8b:4k:4", "--traces", str(path), *more]
+    monkeypatch.setattr(sys, "argv", given)
+    return parse_arguments("about")
+
+
+def test_traces_that_lack_a_budget_are_refused_before_a_server_starts(
+    monkeypatch, capsys, tmp_path
+):
+    path = tmp_path / "views.json"
+    path.write_text(
+        json.dumps({"settings": {"raw": {"all": [], "pages:0.05": [], "pages:0.1": []}}})
+    )
+    with pytest.raises(SystemExit):
+        arguments(monkeypatch, path, "--systems", "bf16", "exact-w4")
+    told = " ".join(capsys.readouterr().err.split())
+    assert "no traces at the draft budgets 0.2, which exact-w4 may choose" in told
+    # Systems that choose nothing.
+    arguments(monkeypatch, path, "--systems", "bf16", "exact-all")
+    named = "--kvspec-args=--kvspec-draft-budget=0.1"
+    arguments(monkeypatch, path, "--systems", "exact-w4", named)
+    arguments(monkeypatch, f"{path}:streaming", "--systems", "exact")
+    budgets = {"all": [], "pages:0.05:4": [], "pages:0.1:4": [], "pages:0.2:4": []}
+    path.write_text(json.dumps({"settings": {"raw": budgets}}))
+    arguments(monkeypatch, path, "--systems", "exact-w4")
