@@ -65,6 +65,8 @@ def choose_step(
     """
     has_proposals = any(each.num_proposed and each.missing for each in requests)
     is_begun = spent_s > 0
+    # Ordinary steps have theirs in `rest`, unless they follow others.
+    begin_s = 0.0 if is_begun else times.load
     most = max(each.missing for each in requests)
 
     def rate(drafts: Sequence[float], seconds: float) -> float:
@@ -89,7 +91,8 @@ def choose_step(
                 continue
             gains = [each.gain(width) for each in requests]
             rates[width] = max(
-                rate(drafts, seconds) for drafts, seconds in _ways(requests, gains, step_s, times)
+                rate(drafts, begin_s + seconds)
+                for drafts, seconds in _ways(requests, gains, step_s, times)
             )
     # max() takes the first of equal choices: ordinary steps.
     return max(rates, key=lambda choice: rates[choice])

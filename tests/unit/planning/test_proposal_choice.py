@@ -40,6 +40,15 @@ def test_proposals_must_gain_what_their_step_costs(times, probability, expected)
     assert choose_step([drafting(probability)], 0.0, times) == expected
 
 
+def test_the_load_of_the_first_step_with_proposals_counts():
+    request = drafting(0.97)
+    assert choose_step([request], 0.0, SMALL) == 16
+    slow = replace(SMALL, load=4e-3)
+    assert choose_step([request], 0.0, slow) == ORDINARY
+    # Later ones are loaded with the step before.
+    assert choose_step([request], 1e-3, slow) == 16
+
+
 def test_nothing_proposed_is_an_ordinary_round():
     requests = [drafting(0.0, num_proposed=0)] * 3
     assert choose_step(requests, 0.0, LARGE) == ORDINARY
