@@ -9,6 +9,7 @@ import torch
 
 from sglang_kvspec.adapters import cuda_graph_drafter
 from sglang_kvspec.engine.batch import RoundBatch
+from sglang_kvspec.runtime.draft_view import head_lists
 from sglang_kvspec.runtime.ranks import Ranks
 from sglang_kvspec.runtime.request_state import RequestState
 from sglang_kvspec.runtime.sampling import SamplingParams
@@ -53,9 +54,14 @@ def make_drafter(make_device_kv, monkeypatch):
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8 * SIZE)),
     )
     sampler = SpecSampler(0, torch.device("cpu"))
-    return lambda view=None, weights=None: cuda_graph_drafter.CudaGraphDrafter(
-        runner, None, attention, kv, MAX_STEPS, sampler, Ranks(), view, weights=weights
-    )
+
+    def make(view=None, weights=None):
+        lists = head_lists(view, kv.geometry, kv.device)
+        return cuda_graph_drafter.CudaGraphDrafter(
+            runner, None, attention, kv, MAX_STEPS, sampler, Ranks(), view, lists, weights=weights
+        )
+
+    return make
 
 
 @pytest.fixture
