@@ -166,15 +166,14 @@ class DraftRows:
         assert sum(map(len, pasts)) <= len(self.past_pages), (
             "the batch has more pages than were allocated"
         )
-        by_head = self.lists is not None and not at_target
-        if by_head:
+        lists = None if at_target else self.lists
+        if lists is not None:
             values["list_indptr"] = indptr([*(row.num_listed for row in rows), *ends])
-        if by_head and not self._by_mass:
-            assert self.lists is not None
-            return values | {"head_pages": self.lists.joined(pasts)}
+        if lists is not None and not self._by_mass:
+            return values | {"head_pages": lists.joined(pasts)}
         values["past_indptr"] = indptr([*map(len, pasts), *ends])
         values["past_pages"] = torch.cat([torch.empty(0, dtype=torch.int32), *pasts]).int()
-        if by_head:
+        if lists is not None:
             fields = [[row.slot for row in rows] + ends, [row.num_newest for row in rows] + ends]
             values["mass_slots"], values["num_newest"] = torch.tensor(fields, dtype=torch.int32)
         return values

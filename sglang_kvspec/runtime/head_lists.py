@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_kvspec.kv.transfers import sent_together, to_device
+from sglang_kvspec.kv.transfers import sent_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,11 @@ class HeadLists:
     def joined(self, pasts: list[torch.Tensor]) -> torch.Tensor:
         """Return the lists of several requests behind one another, as those of one. pasts: lists,
         or pages [num_past] on the CPU that all layers and KV heads read."""
-        each = [past.to(self._device) if past.ndim == 3 else self._same(past) for past in pasts]
+        same = iter(sent_together(self._device, [past.int() for past in pasts if past.ndim == 1]))
+        each = [
+            past if past.ndim == 3 else next(same)[:, None, None].expand(-1, *self.shape)
+            for past in pasts
+        ]
         return torch.cat([self._empty(), *each])
 
     def _listed(self, pages: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -59,9 +63,6 @@ class HeadLists:
         is_past = order < len(pages)
         lists = torch.where(is_past, ids[torch.where(is_past, order, 0).long()], -1)
         return lists.permute(2, 0, 1).contiguous()
-
-    def _same(self, pages: torch.Tensor) -> torch.Tensor:
-        return to_device(self._device, pages.int())[:, None, None].expand(-1, *self.shape)
 
     def _empty(self) -> torch.Tensor:
         return torch.empty((0, *self.shape), dtype=torch.int32, device=self._device)
