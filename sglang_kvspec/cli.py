@@ -141,7 +141,7 @@ def plan(args: argparse.Namespace) -> None:
     residuals = None
     if args.exact_residual == AUTO_RESIDUAL:
         residuals = choose_residual(deployment)
-        deployment = replace(deployment, exact_residual=residuals.form)
+        deployment = replace(deployment, exact_residual=residuals.value)
     chosen = forecast(deployment, args.context)
     swept = sweep(deployment, sweep_contexts(args.context, deployment.model.max_context))
     if args.plot is not None:
@@ -161,7 +161,7 @@ def plan(args: argparse.Namespace) -> None:
     )
     console.print(table_of("By context length", SWEEP_COLUMNS, sweep_rows(swept)))
     if residuals is not None:
-        told = f"Residuals in host memory are {residuals.form}, because {residuals.reason}."
+        told = f"Residuals in host memory are {residuals.value}, because {residuals.reason}."
         console.print(told, markup=False)
     for line in remarks(deployment, chosen):
         console.print(line, markup=False)

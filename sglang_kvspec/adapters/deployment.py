@@ -1,9 +1,10 @@
-"""Deployment of a server before its model is loaded, for choices by forecast."""
+"""Choices by forecast for a server whose model is yet to be loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -12,38 +13,44 @@ from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.units import GIB
 from sglang_kvspec.planning.devices import DEVICES, MEMORY_SHARE, PRODUCTS
 from sglang_kvspec.planning.forecast import MEASURED_ACCEPTANCE, Deployment
+from sglang_kvspec.planning.gains import Choice
 from sglang_kvspec.planning.model_shape import ModelShape
 
+T = TypeVar("T")
 
-def deployment_of(config: KVSpecConfig, fields: dict[str, Any], model: Any) -> Deployment:
-    """Return the deployment of a server on this machine's GPU. What is yet to be decided is as
-    without --kvspec flags. fields: of ServerArgs. model: SGLang's ModelConfig.
 
-    Raises ConfigError, with a reason as the end of a sentence, where there is no forecast.
-    """
+def choose_by_forecast(
+    choose: Callable[[Deployment], Choice[T]],
+    otherwise: T,
+    config: KVSpecConfig,
+    fields: dict[str, Any],
+    model: Any,
+) -> Choice[T]:
+    """Choose for a server on this machine's GPU, `otherwise` where there is no forecast. fields: of
+    ServerArgs. model: SGLang's ModelConfig."""
     if config.kernels == "triton":
-        raise ConfigError("there are no figures for Triton kernels")
+        return Choice(otherwise, "there are no figures for Triton kernels")
     if (product := torch.cuda.get_device_name()) not in PRODUCTS:
-        raise ConfigError(f"there are no figures for {product}")
+        return Choice(otherwise, f"there are no figures for {product}")
     try:
-        return _deployment(config, fields, model, PRODUCTS[product])
+        return choose(_deployment(config, fields, model, PRODUCTS[product]))
     except ConfigError as error:
         # `plan` knows fewer models than the server, and says which.
-        raise ConfigError(f"there is no forecast: {error}") from error
+        return Choice(otherwise, f"there is no forecast: {error}")
 
 
 def _deployment(
     config: KVSpecConfig, fields: dict[str, Any], model: Any, device: str
 ) -> Deployment:
+    """Return the deployment of a server. A form of residuals that is yet to be chosen counts as
+    raw."""
     # The dtype that is served, whatever the model was saved in.
     dtype = str(model.dtype).removeprefix("torch.")
     shape = ModelShape.from_config(model.hf_text_config.to_dict() | {"dtype": dtype})
     # Codecs of other packages, and those without kernels, have no figures of their own.
     codec = config.codec if config.codec in MEASURED_ACCEPTANCE else "uniform4"
     is_raw = not config.host_gb or config.exact_residual == AUTO_RESIDUAL
-    weights: Weights = "int4"
-    if config.draft_weights in get_args(Weights):
-        weights = cast("Weights", config.draft_weights)
+    weights = config.draft_weights if config.weight_checkpoint is None else "int4"
     if model.dtype != torch.bfloat16:
         # with_weights() makes no copies of others.
         weights = "target"
@@ -60,6 +67,6 @@ def _deployment(
         memory_share=fields.get("mem_fraction_static") or MEMORY_SHARE,
         max_draft_len=config.max_draft_len,
         draft_budget=config.asked_budget,
-        draft_weights=weights,
+        draft_weights=cast("Weights", weights),
         exact_residual="raw" if is_raw else config.exact_residual,
     )

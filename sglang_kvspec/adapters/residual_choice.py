@@ -6,11 +6,11 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from sglang_kvspec.adapters.deployment import deployment_of
-from sglang_kvspec.core.config import AUTO_RESIDUAL, KVSpecConfig
-from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.core.flag_needs import DISAGGREGATION_ROLES, can_pack_residuals
-from sglang_kvspec.planning.residual_choice import ResidualChoice, choose_residual
+from sglang_kvspec.adapters.deployment import choose_by_forecast
+from sglang_kvspec.core.config import AUTO_RESIDUAL, ExactResidual, KVSpecConfig
+from sglang_kvspec.core.flag_needs import Server, can_pack_residuals, is_split_over_servers
+from sglang_kvspec.planning.gains import Choice
+from sglang_kvspec.planning.residual_choice import choose_residual
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +22,14 @@ def with_residual_form(
     why. fields: of ServerArgs. model: SGLang's ModelConfig."""
     if config.exact_residual != AUTO_RESIDUAL:
         return config
+    chosen: Choice[ExactResidual]
     if not on_gpu:
-        chosen = ResidualChoice("raw", "a CPU takes longer to pack than fewer bytes save")
+        chosen = Choice("raw", "a CPU takes longer to pack than fewer bytes save")
     elif not can_pack_residuals(config):
-        chosen = ResidualChoice("raw", "packing needs the 4-bit uniform4 anchors of every page")
-    elif config.keeps_prefixes or fields.get("disaggregation_mode") in DISAGGREGATION_ROLES:
-        chosen = ResidualChoice("raw", "prefix tiers and transfers share pages of one form")
+        chosen = Choice("raw", "packing needs the 4-bit uniform4 anchors of every page")
+    elif config.keeps_prefixes or is_split_over_servers(config, Server(fields, memory_gib=0)):
+        chosen = Choice("raw", "prefix tiers and transfers share pages of one form")
     else:
-        try:
-            chosen = choose_residual(deployment_of(config, fields, model))
-        except ConfigError as error:
-            chosen = ResidualChoice("raw", str(error))
-    logger.info("KVSpec: exact residuals: %s, because %s", chosen.form, chosen.reason)
-    return replace(config, exact_residual=chosen.form)
+        chosen = choose_by_forecast(choose_residual, "raw", config, fields, model)
+    logger.info("KVSpec: exact residuals: %s, because %s", chosen.value, chosen.reason)
+    return replace(config, exact_residual=chosen.value)

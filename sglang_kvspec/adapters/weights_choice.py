@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from sglang_kvspec.adapters.deployment import deployment_of
-from sglang_kvspec.core.config import AUTO_WEIGHTS, KVSpecConfig
-from sglang_kvspec.core.errors import ConfigError
-from sglang_kvspec.planning.weights_choice import WeightsChoice, choose_weights
+from sglang_kvspec.adapters.deployment import choose_by_forecast
+from sglang_kvspec.core.config import AUTO_WEIGHTS, KVSpecConfig, Weights
+from sglang_kvspec.planning.gains import Choice
+from sglang_kvspec.planning.weights_choice import choose_weights
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +23,12 @@ def with_weights(
     why. fields: of ServerArgs. model: SGLang's ModelConfig."""
     if config.draft_weights != AUTO_WEIGHTS:
         return config
+    chosen: Choice[Weights]
     if not on_gpu:
-        chosen = WeightsChoice("target", "on a CPU copies make drafts slower")
+        chosen = Choice("target", "on a CPU copies make drafts slower")
     elif model.dtype != torch.bfloat16:
-        chosen = WeightsChoice("target", "the model is not in bf16")
+        chosen = Choice("target", "the model is not in bf16")
     else:
-        try:
-            chosen = choose_weights(deployment_of(config, fields, model))
-        except ConfigError as error:
-            chosen = WeightsChoice("target", str(error))
-    logger.info("KVSpec: draft weights: %s, because %s", chosen.weights, chosen.reason)
-    return replace(config, draft_weights=chosen.weights)
+        chosen = choose_by_forecast(choose_weights, "target", config, fields, model)
+    logger.info("KVSpec: draft weights: %s, because %s", chosen.value, chosen.reason)
+    return replace(config, draft_weights=chosen.value)

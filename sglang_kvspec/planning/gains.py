@@ -1,13 +1,18 @@
-"""Expected tokens a second of one deployment over another, at the lengths of context that count."""
+"""Expected tokens a second of one deployment over another, and what `auto` takes by them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from sglang_kvspec.planning.forecast import Deployment, forecast
 
+T = TypeVar("T")
+
 # Lengths of context to compare at, as far as the model has them.
 CONTEXTS = (4096, 32768)
+# Share of the tokens a second that a change must keep everywhere.
+LEAST_KEPT = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,25 @@ class Gain:
     def __str__(self) -> str:
         requests = "1 request" if self.num_requests == 1 else f"{self.num_requests} requests"
         return f"{self.ratio:.2f} times the tokens/s for {requests} of {self.context_len:,} tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[T]):
+    """Value that `auto` takes, and why, as the end of a sentence."""
+
+    value: T
+    reason: str
+
+
+def choose_by_gain(
+    base: Deployment, changed: Deployment, values: tuple[T, T], least_gain: float, what: str
+) -> Choice[T]:
+    """Choose among the values of `base` and of `changed`: the latter, if it keeps LEAST_KEPT
+    everywhere and gains the factor least_gain somewhere. what: subject of the reason."""
+    least, most = least_and_most(base, changed)
+    if least.ratio < LEAST_KEPT:
+        return Choice(values[0], f"{what} promise {least}")
+    return Choice(values[most.ratio >= least_gain], f"{what} promise {most}")
 
 
 def least_and_most(base: Deployment, changed: Deployment) -> tuple[Gain, Gain]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_kvspec.core.units import GIB
-from sglang_kvspec.planning import residual_choice
+from sglang_kvspec.planning import gains
 from sglang_kvspec.planning.devices import DEVICES
 from sglang_kvspec.planning.forecast import MEASURED_ACCEPTANCE, Deployment
 from sglang_kvspec.planning.gains import Gain
@@ -33,26 +33,26 @@ def deployment(**changes):
 
 def test_little_host_memory_is_worth_packing():
     choice = choose_residual(deployment())
-    assert choice.form == "packed"
+    assert choice.value == "packed"
     assert choice.reason.endswith("times the tokens/s for 64 requests of 32,768 tokens")
 
 
 def test_more_host_memory_than_requests_need_is_not():
     choice = choose_residual(deployment(host_bytes=400.0 * GIB, max_requests=16))
-    assert choice.form == "raw"
+    assert choice.value == "raw"
     assert choice.reason.startswith("packed residuals promise 1.00")
 
 
 def test_without_host_memory_residuals_stay_raw():
     choice = choose_residual(deployment(host_bytes=0.0))
-    assert (choice.form, choice.reason) == ("raw", "there is no host memory for residuals")
+    assert (choice.value, choice.reason) == ("raw", "there is no host memory for residuals")
 
 
 @pytest.mark.parametrize("changes", [{"codec": "log4"}, {"target": "int8"}])
 def test_what_cannot_be_packed_stays_raw(changes):
     changes["curve"] = MEASURED_ACCEPTANCE[changes.get("codec", "uniform4")]
     choice = choose_residual(deployment(**changes))
-    assert choice.form == "raw"
+    assert choice.value == "raw"
     assert "needs --target exact, --codec uniform4" in choice.reason
 
 
@@ -71,8 +71,8 @@ def test_a_gain_must_be_clear_and_cost_little_elsewhere(monkeypatch, least, most
         asked.append((base.exact_residual, changed.exact_residual))
         return Gain(least, 4096, 1), Gain(most, 4096, 64)
 
-    monkeypatch.setattr(residual_choice, "least_and_most", compare)
+    monkeypatch.setattr(gains, "least_and_most", compare)
     choice = choose_residual(replace(deployment(), exact_residual="packed"))
-    assert choice.form == form
+    assert choice.value == form
     assert told in choice.reason
     assert asked == [("raw", "packed")]

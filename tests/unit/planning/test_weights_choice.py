@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_kvspec.planning import weights_choice
+from sglang_kvspec.planning import gains
 from sglang_kvspec.planning.devices import DEVICES, PRODUCTS
 from sglang_kvspec.planning.forecast import MEASURED_ACCEPTANCE, Deployment
-from sglang_kvspec.planning.gains import Gain
+from sglang_kvspec.planning.gains import Choice, Gain
 from sglang_kvspec.planning.model_shape import ModelShape
 from sglang_kvspec.planning.weights_choice import choose_weights
 
@@ -32,7 +32,7 @@ def deployment(**changes):
 
 def test_copies_of_a_model_of_8b_pay():
     choice = choose_weights(deployment())
-    assert choice.weights == "int4"
+    assert choice.value == "int4"
     assert choice.reason.startswith("copies promise 1.")
 
 
@@ -52,20 +52,18 @@ def test_copies_must_gain_somewhere_and_lose_nowhere(monkeypatch, least, most, w
         asked.append((base.draft_weights, changed.draft_weights))
         return Gain(least, 4096, 48), Gain(most, 4096, 1)
 
-    monkeypatch.setattr(weights_choice, "least_and_most", compare)
+    monkeypatch.setattr(gains, "least_and_most", compare)
     choice = choose_weights(deployment(draft_weights="int4"))
-    assert choice.weights == weights
+    assert choice.value == weights
     assert told in choice.reason
     assert asked == [("target", "int4")]
 
 
 def test_models_and_gpus_without_copies():
     quantised = deployment(model=replace(LLAMA_8B, weight_bytes_per_param=1.0))
-    assert choose_weights(quantised).weights == "target"
+    assert choose_weights(quantised).value == "target"
     full = deployment(memory_share=0.24)
-    assert choose_weights(full) == weights_choice.WeightsChoice(
-        "target", "there is no room for copies"
-    )
+    assert choose_weights(full) == Choice("target", "there is no room for copies")
 
 
 def test_every_product_is_a_known_gpu_on_which_kvspec_runs():
