@@ -93,9 +93,11 @@ class PromptScores:
         may be more pages."""
         size = self._geometry.page_size
         num_pages = -(-scores.shape[-1] // size)
-        padded = F.pad(scores, (0, num_pages * size - scores.shape[-1]), value=ALWAYS)
         first = before.first_own // size
-        own = torch.split(padded[..., first * size :], size, dim=-1)
+        # A cached prefix may be a hundred times as long as what is behind it.
+        behind = scores[..., first * size :]
+        padded = F.pad(behind, (0, num_pages * size - scores.shape[-1]), value=ALWAYS)
+        own = torch.split(padded, size, dim=-1)
         # Without own tokens there are no pages, but one empty part.
         for page, of_page in zip(pages[first:num_pages].tolist(), own, strict=False):
             self._by_page[page] = of_page.clone()
