@@ -6,7 +6,7 @@ the package knows of them, sglang_kvspec/planning/measured_compressors.py.
 
 Paths are relative to benchmarks/results. --others: results of other scripts, whose figures named
 `compressors.` are taken over. --serving: results of bench_serving.py on one GPU, by the name of
-what drafts read; the first has plain SGLang. --freed: result of bench_serving.py with plain SGLang
+what drafts read. --freed: result of bench_serving.py with plain SGLang
 and a server that frees anchors, at one --mem-fraction-static. `settings.parts` says where, when and
 at which commit each part was measured; --commit-of gives the commit of a part from a machine
 without git.
@@ -17,7 +17,7 @@ acceptance over all 4-bit anchors; compressors.best.bytes_vs_dense4: of one meth
 the most of its bytes. `settings.best` names these methods. compressors.uniform2.accepted,
 compressors.rotated2.accepted: all 2-bit anchors of uniform4, and of the better codec that rotates,
 at the first place. compressors.serving.POINT.NAME.tokens_per_s, .accepted, .drafted: of a server
-with the target exact. .vs_plain: over plain SGLang of the first of --serving.
+with the target exact. .vs_FIRST: tokens a second over those of the first of --serving.
 compressors.freed.tokens_vs_plain: tokens that fit on the server of --freed, over those of plain
 SGLang in the same memory.
 """
@@ -52,7 +52,6 @@ RATE = "decode.tokens_per_s"
 WHAT_IS_SERVED = {RATE: "tokens_per_s", "accepted": "accepted", "drafted": "drafted"}
 SERVED = re.compile(rf"serve\.(.+)\.exact\.({'|'.join(map(re.escape, WHAT_IS_SERVED))})")
 FITTING = re.compile(r"serve\.(.+)\.(exact|bf16)\.max_total_num_tokens")
-PLAIN_RATE = re.compile(rf"serve\.(.+)\.bf16\.{re.escape(RATE)}")
 ANCHORS_OF_2_BITS = {
     "uniform2": ("uniform4_2bit",),
     "rotated2": ("rotatekv_2bit", "turboquant_2bit"),
@@ -136,22 +135,27 @@ def place_figures(place: str, points: list[Point]) -> list[Figure]:
 
 def serving_figures(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Figure]:
     """Return the rates and accepted drafts of servers. results: figures of bench_serving.py by
-    name; those of plain SGLang are in the first that has them."""
-    plain: dict[str, Mapping[str, Any]] = {}
+    name. Rates are compared with those of the first."""
+    first = next(iter(results), None)
+    bases: dict[str, Mapping[str, Any]] = {}
     figures = []
     for name, rows in results.items():
         for row in rows:
-            if match := PLAIN_RATE.fullmatch(row["name"]):
-                plain.setdefault(match[1], row)
-            elif match := SERVED.fullmatch(row["name"]):
-                point, what = match.groups()
-                head = f"{PREFIX}serving.{point}.{name}"
-                figures.append(figure_of(row, f"{head}.{WHAT_IS_SERVED[what]}"))
-                if point in plain and what == RATE:
-                    base = plain[point]["value"]
-                    ratio = row["value"] / base
-                    spread = row["spread"] / base
-                    figures.append(Figure(f"{head}.vs_plain", ratio, "x", spread, base))
+            match = SERVED.fullmatch(row["name"])
+            if match is None:
+                continue
+            point, what = match.groups()
+            head = f"{PREFIX}serving.{point}.{name}"
+            figures.append(figure_of(row, f"{head}.{WHAT_IS_SERVED[what]}"))
+            if what != RATE:
+                continue
+            if name == first:
+                bases[point] = row
+            elif point in bases:
+                base = bases[point]
+                ratio = row["value"] / base["value"]
+                spread = ratio * sum(each["spread"] / each["value"] for each in (row, base))
+                figures.append(Figure(f"{head}.vs_{first}", ratio, "x", spread, base["value"]))
     return figures
 
 

@@ -3,10 +3,11 @@
     python benchmarks/collect_exact_residual.py --bits exact_residual_bits.json \\
         --kernels packed_exact_kernels.json --fetches fetch_packed_h200.json \\
         --hosted 32b.32k=hosted_32b_raw_serving.json:hosted_32b_packed_serving.json \\
+        --transfers ttkt_packed_h200.json \\
         --answers packed_identity.json gpu_tests_packed.json
 
 Each part was written by its own script: bench_exact_residual.py, bench_packed_exact.py,
-bench_fetch.py, bench_serving.py; and tests/sglang/test_packed_residuals_in_full.py -m identity with
+bench_fetch.py, bench_serving.py, bench_ttkt.py; and tests/sglang/test_packed_residuals_in_full.py -m identity with
 --packed-report, or tests/gpu_server -k packed with --gpu-report. Paths are relative to
 benchmarks/results. `settings.parts` says where, when and at which commit each part was measured.
 
@@ -16,6 +17,7 @@ of raw ones, in pages a second: `alone`, and while drafting; with `by_layer`, la
 exactres.fetch.WHAT.draft_slowdown: of the draft steps beside packed fetches.
 exactres.PLACE.host: tokens a second of a server with packed residuals in host memory, over one with
 raw ones (--hosted); .raw, .packed: tokens a second of each.
+exactres.ttkt.*, exactres.wire.bytes_vs_full: of a pair of servers, see ttkt/figures.py.
 exactres.identity.answers and .mismatches: answers compared.
 """
 
@@ -31,6 +33,7 @@ from acceptance.parts import Parts, answers_figures
 from acceptance.report import Figure, figure_of, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
+PREFIX = "exactres."
 KERNELS = {"exactres.pack.": "exactres.encode.", "exactres.unpack.": "exactres.restore."}
 # Ways to fetch, as bench_fetch.py names them, and names of their figures here.
 WAYS = {"": "by_page", ".by_layer": "by_layer"}
@@ -42,7 +45,7 @@ Row = Mapping[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("bits", "kernels", "fetches", "answers"):
+    for name in ("bits", "kernels", "fetches", "transfers", "answers"):
         parser.add_argument(f"--{name}", nargs="*", default=[], metavar="FILE")
     parser.add_argument("--hosted", nargs="*", default=[], metavar="PLACE=RAW:PACKED")
     parser.add_argument("--out", type=Path, default=RESULTS / "exact_residual.json")
@@ -58,6 +61,11 @@ def main() -> None:
     for text in args.hosted:
         place, _, files = text.partition("=")
         figures += hosted_figures(place, *(rows([name]) for name in files.split(":")))
+    figures += [
+        figure_of(row, row["name"])
+        for row in rows(args.transfers)
+        if row["name"].startswith(PREFIX)
+    ]
     figures += answers_figures(rows(args.answers), "exactres.identity")
     write_json(args.out, "exact_residual", torch.device("cpu"), {"parts": parts.sources}, figures)
 

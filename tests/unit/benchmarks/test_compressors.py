@@ -313,24 +313,29 @@ def test_the_package_knows_default_scorers_and_whole_codecs_of_every_place():
     ]
 
 
-def test_rates_are_those_over_plain_sglang_of_the_first_result():
+def test_rates_of_servers_are_compared_with_those_of_the_first():
     def row(name, value):
         return {"name": name, "value": value, "unit": "x", "spread": value / 10, "baseline": None}
 
     at = "serve.8b.32k.bs16"
-    pages = [row(f"{at}.bf16.decode.tokens_per_s", 800), row(f"{at}.bf16.start_seconds", 60)]
+    pages = [row(f"{at}.exact.decode.tokens_per_s", 800), row(f"{at}.exact.start_seconds", 60)]
     scorer = [
         row(f"{at}.exact.decode.tokens_per_s", 1600),
         row(f"{at}.exact.accepted", 9),
         row(f"{at}.exact.decode_pass.output_tokens_per_s", 1),
+        row("serve.8b.4k.bs1.exact.decode.tokens_per_s", 400),
     ]
     found = serving_figures({"pages": pages, "streaming": scorer})
-    head = "compressors.serving.8b.32k.bs16.streaming"
+    head, alone = (f"compressors.serving.8b.{point}" for point in ("32k.bs16", "4k.bs1"))
+    # Both intervals count in that of the ratio.
     assert {each.name: (each.value, each.spread, each.baseline) for each in found} == {
-        f"{head}.tokens_per_s": (1600, 160, None),
-        f"{head}.vs_plain": (2, 0.2, 800),
-        f"{head}.accepted": (9, 0.9, None),
+        f"{head}.pages.tokens_per_s": (800, 80, None),
+        f"{head}.streaming.tokens_per_s": (1600, 160, None),
+        f"{head}.streaming.vs_pages": (2, pytest.approx(0.4), 800),
+        f"{head}.streaming.accepted": (9, 0.9, None),
+        f"{alone}.streaming.tokens_per_s": (400, 40, None),
     }
+    assert serving_figures({}) == []
 
 
 def test_tokens_that_fit_with_freed_anchors_are_compared_with_plain_sglang():
