@@ -13,7 +13,6 @@ from serving.environment import server_environment
 
 from kvspec_testkit.servers.server_pair import ServerPair
 from kvspec_testkit.servers.server_process import CPU_ARGUMENTS
-from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
 
 LINK_CONTROL = Path(__file__).resolve().parent / "link_control"
 # Faster than any loopback, so that the link delays nothing.
@@ -94,9 +93,6 @@ class LinkedPair:
         prefixes = ()
         if setup.prefixes is not None:
             prefixes = (f"--kvspec-prefix-dir={setup.prefixes / 'store'}",)
-        if mode == "packed":
-            # Pairs of GPU servers refuse it otherwise: this is what tries it.
-            environment[UNTESTED_NAME] = "1"
         is_split = mode in ("split", "packed")
         # Other modes decode without drafts, like servers without anchors.
         draft_len = "auto" if is_split else 0

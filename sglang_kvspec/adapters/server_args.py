@@ -239,8 +239,6 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     not support on a GPU. Raises ConfigError as load_target_attention()."""
     check_gpus(config.kernels)
     _check_needs(config, kwargs, on_gpu=True)
-    if config.exact_residual == "packed":
-        _check_packed(config, kwargs)
     deterministic = bool(kwargs.get("enable_deterministic_inference"))
     if config.target_attention is not None:
         load_target_attention(config, deterministic=deterministic)
@@ -253,18 +251,6 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"--page-size {page_size} cannot be combined with {asked} (allowed: powers of two)"
         )
-
-
-def _check_packed(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for packed residuals beyond host memory, which no GPU has run as they
-    are now."""
-    mode = kwargs.get("disaggregation_mode") or "null"
-    for what, is_asked in (
-        (f"--disaggregation-mode {mode}", mode != "null"),
-        ("prefix tiers", config.keeps_prefixes),
-    ):
-        if is_asked:
-            activation.check_untested(f"--kvspec-exact-residual packed with {what}", "raw")
 
 
 def _asked_for_determinism(config: KVSpecConfig) -> str:

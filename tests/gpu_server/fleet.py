@@ -64,8 +64,6 @@ REPEATS = ("--kvspec-compressor=kvzip", "--kvspec-draft-budget=0.1")
 # of 16 bits.
 PACKED = ("--kvspec-exact-residual=packed", HOSTED)
 ONLY_ON_GPU = ("packed hosted", "kept packed", "packed pair")
-# On a GPU packed residuals stay in host memory otherwise.
-UNTESTED = {"SGLANG_KVSPEC_UNTESTED": "1"}
 UNEVEN_SCORES = ("--kvspec-compressor=random:heads=model", "--kvspec-draft-budget=0.3")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
 # SGLang retracts a request at every fifth step of several requests.
@@ -257,11 +255,11 @@ class Fleet:
             "kept": Spec((*KEPT, self._own_disk("kept"), *PAGES), small),
             "kept hosted": Spec((*KEPT, HOSTED, self._own_disk("hosted")), small, small_cache),
             "kept packed": Spec(
-                (*KEPT, *PACKED, self._own_disk("packed")), small, {**small_cache, **UNTESTED}
+                (*KEPT, *PACKED, self._own_disk("packed")), small, small_cache
             ),
             "pair": Spec(("--kvspec-host-gb=0",)),
             "hosted pair": Spec((HOSTED, *PAGES), environment=small_cache),
-            "packed pair": Spec((*PACKED, *PAGES), environment={**small_cache, **UNTESTED}),
+            "packed pair": Spec((*PACKED, *PAGES), environment=small_cache),
             "int8 off": Spec((INT8, "--kvspec-draft-len=0")),
             "int8": Spec((INT8, *PAGES)),
             "int8 small chunks": Spec((INT8, "--chunked-prefill-size=256", *PAGES)),

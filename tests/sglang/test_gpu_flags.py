@@ -22,7 +22,7 @@ from sglang_kvspec.adapters.server_args import (
     check_flags,
     check_gpu_flags,
 )
-from sglang_kvspec.core.config import Kernels, KVSpecConfig, Target, Transfer
+from sglang_kvspec.core.config import ExactResidual, Kernels, KVSpecConfig, Target, Transfer
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
 
@@ -101,40 +101,22 @@ def test_packed_residuals_need_values_of_two_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "flag"),
+    ("options", "arguments"),
     [
-        ({"host_gb": 1}, {"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
-        (
-            {"transfer": "full", "host_gb": 1},
-            {"disaggregation_mode": "decode"},
-            "--disaggregation-mode decode",
-        ),
-        ({"prefix_server": "tcp://127.0.0.1:5"}, {}, "prefix tiers"),
-        ({"prefix_host_gb": 1}, {}, "prefix tiers"),
+        ({"host_gb": 1}, {}),
+        ({"host_gb": 1}, {"disaggregation_mode": "decode"}),
+        ({"transfer": "full", "host_gb": 1}, {"disaggregation_mode": "decode"}),
+        ({"prefix_server": "tcp://127.0.0.1:5"}, {}),
+        ({"prefix_host_gb": 1}, {}),
     ],
 )
-def test_packed_residuals_beyond_host_memory_are_tried_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    options: dict[str, Any],
-    arguments: dict[str, Any],
-    flag: str,
+def test_a_gpu_packs_residuals_wherever_they_are_outside_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
     show_gpus(monkeypatch, (9, 0))
     monkeypatch.delenv(UNTESTED_NAME, raising=False)
-    config = KVSpecConfig(exact_residual="packed", **options)
-    with pytest.raises(UnsupportedError) as caught:
-        check_gpu_flags(config, arguments)
-    assert str(caught.value) == (
-        f"--kvspec-exact-residual packed with {flag} was not tested on a GPU and serves on a CPU "
-        "only (allowed on a GPU: raw): use that, or set SGLANG_KVSPEC_UNTESTED=1 to try this one"
-    )
-    for form in ("raw", "auto"):
+    for form in get_args(ExactResidual):
         check_gpu_flags(KVSpecConfig(exact_residual=form, **options), arguments)
-    check_gpu_flags(KVSpecConfig(exact_residual="packed", host_gb=1), {})
-    monkeypatch.setenv(UNTESTED_NAME, "1")
-    check_gpu_flags(config, arguments)
-    assert f"--kvspec-exact-residual packed with {flag} was not tested on a GPU" in caplog.text
 
 
 def test_cuda_kernels_are_asked_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
