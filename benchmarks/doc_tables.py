@@ -257,7 +257,10 @@ EXACTRES_TITLES = {
     "exactres.fetch.by_page.draft_slowdown": ("draft step beside these, over one alone", ""),
     "exactres.fetch.by_layer.alone.vs_raw": ("packed pages a second by layer, over raw", ""),
     "exactres.32b.32k.host": ("32B, 11 x 32K, residuals on the host, tokens/s over raw", "1.5"),
-    "exactres.wire.bytes_vs_full": ("bytes of a transfer of packed KV over a full one", "0.8 or less"),
+    "exactres.wire.bytes_vs_full": (
+        "bytes of a transfer of packed KV over a full one",
+        "0.8 or less",
+    ),
     "exactres.ttkt.client_tt2t_vs_full": (
         "seconds until a client has the 2nd token, over a full transfer, median",
         "0.85 or less",

@@ -254,9 +254,7 @@ class Fleet:
             "early": Spec((*slow, *PAGES)),
             "kept": Spec((*KEPT, self._own_disk("kept"), *PAGES), small),
             "kept hosted": Spec((*KEPT, HOSTED, self._own_disk("hosted")), small, small_cache),
-            "kept packed": Spec(
-                (*KEPT, *PACKED, self._own_disk("packed")), small, small_cache
-            ),
+            "kept packed": Spec((*KEPT, *PACKED, self._own_disk("packed")), small, small_cache),
             "pair": Spec(("--kvspec-host-gb=0",)),
             "hosted pair": Spec((HOSTED, *PAGES), environment=small_cache),
             "packed pair": Spec((*PACKED, *PAGES), environment=small_cache),
