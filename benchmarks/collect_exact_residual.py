@@ -7,9 +7,10 @@
         --answers packed_identity.json gpu_tests_packed.json
 
 Each part was written by its own script: bench_exact_residual.py, bench_packed_exact.py,
-bench_fetch.py, bench_serving.py, bench_ttkt.py; and tests/sglang/test_packed_residuals_in_full.py -m identity with
---packed-report, or tests/gpu_server -k packed with --gpu-report. Paths are relative to
-benchmarks/results. `settings.parts` says where, when and at which commit each part was measured.
+bench_fetch.py, bench_serving.py, bench_ttkt.py; and tests/sglang/test_packed_residuals_in_full.py
+-m identity with --packed-report, or tests/gpu_server -k packed with --gpu-report. Paths are
+relative to benchmarks/results. `settings.parts` says where, when and at which commit each part was
+measured.
 
 Figures: those of --bits, and those of --kernels under the names encode (packing) and restore
 (unpacking). exactres.fetch.WHAT.vs_raw: fetches of packed residuals from host memory over fetches
