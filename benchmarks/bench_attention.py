@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 32
 VERIFY_TOKENS = (1, 4, 16, 64)
 PARTS = ("draft", "arithmetic", "grid", "verify", "encode")
+# Not measured unless it is named.
+ROTATED = "rotated"
 # Parts that choose between kernels.
 PARTS_BY_KERNELS = ("draft", "verify")
 RESULT_OF: Mapping[Backend, str] = {
@@ -51,6 +53,8 @@ def main() -> None:
         figures += verify_figures(bandwidth, args.kernels)
     if "encode" in args.only:
         figures += encode_figures(bandwidth)
+    if ROTATED in args.only:
+        figures += rotated_figures(bandwidth)
     settings = {
         "kernels": args.kernels,
         "geometry": "32 query heads, 8 KV heads, head size 128, page 64, BF16 queries",
@@ -76,10 +80,10 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.out = args.out or ROOT / "benchmarks" / "results" / RESULT_OF[args.kernels]
     args.only = args.only.split(",")
-    if unknown := set(args.only) - set(PARTS):
+    if unknown := set(args.only) - {*PARTS, ROTATED}:
         parser.error(
             f"--only has the unknown parts {', '.join(sorted(unknown))}: choose from "
-            f"{', '.join(PARTS)}"
+            f"{', '.join((*PARTS, ROTATED))}"
         )
     others = set(args.only) - set(PARTS_BY_KERNELS)
     if args.kernels != "auto" and others:
@@ -223,6 +227,34 @@ def encode_figures(bandwidth: float) -> list[Figure]:
     console.print(f"append: {append_s * 1e6:.2f} us a layer")
     name = "append.us_per_layer"
     figures.append(Figure(name, append_s * 1e6, "microseconds", spread_s * 1e6, 6.0))
+    return figures
+
+
+def rotated_figures(bandwidth: float) -> list[Figure]:
+    """Time draft attention from rotated anchors, which Triton reads, beside anchors of uniform4,
+    and the encoding of both."""
+    base = measure(flashinfer_runs.decode_calls(MAIN, BF16))
+    name, figures = f"attn.draft.{MAIN}", [time_figure(f"attn.draft.{MAIN}.flashinfer_bf16", base)]
+    codecs = kvspec_runs.ROTATED_CODECS | {"uniform4": kvspec_runs.CODECS["uniform4"]}
+    for codec, settings in codecs.items():
+        ours = measure(kvspec_runs.draft_calls(settings, MAIN))
+        nbytes = MAIN.num_pages * KV_HEADS * kvspec_runs.record_bytes(settings)
+        figures += [
+            time_figure(f"{name}.{codec}", ours),
+            _share(f"{name}.{codec}", nbytes, ours, bandwidth),
+            _ratio(f"{name}.{codec}.vs_flashinfer_bf16", base, ours),
+        ]
+        _show(f"draft {MAIN} {codec}", ours, base)
+        torch.cuda.empty_cache()
+
+    def timer(call: Callable[[], object]) -> tuple[float, float]:
+        timing = measure([call] * 4)
+        return timing.median_s, timing.spread_s
+
+    for case, values in encode_cases.bench_encode(timer, codecs, ("exact",)).items():
+        tbps, relative = values["tbps"], values["spread_ms"] / values["ms"]
+        figures.append(Figure(f"encode.{case}.tbps", tbps, "TB/s of BF16 read", tbps * relative))
+        console.print(f"encode {case}: {tbps:.2f} TB/s read")
     return figures
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -26,19 +26,21 @@ DTYPE = torch.bfloat16
 # 2 GB of K and V, forty times the size of the L2 cache.
 ENCODED_PAGES = 8192
 ROWS, WINDOW_PAGES, LAYERS = 16, 32, 32
-SETTINGS = {"log4": Log4Settings(), "uniform4": Uniform4Settings()}
+SETTINGS: Mapping[str, CodecSpec] = {"log4": Log4Settings(), "uniform4": Uniform4Settings()}
 TARGETS: tuple[Target, ...] = ("exact", "int8")
 
 
-def bench_encode(timer: Timer) -> dict[str, dict[str, float]]:
+def bench_encode(
+    timer: Timer, codecs: Mapping[str, CodecSpec] = SETTINGS, targets: Sequence[Target] = TARGETS
+) -> dict[str, dict[str, float]]:
     """Return TB/s of bf16 read, TB/s of all bytes moved, and the time, per codec and target."""
     device = torch.device("cuda")
     shape = (ENCODED_PAGES, PAGE, HEADS, HEAD_DIM)
     k, v = (torch.randn(shape, dtype=DTYPE, device=device) for _ in range(2))
     index = torch.arange(ENCODED_PAGES, device=device, dtype=torch.int32)
     results = {}
-    for codec, settings in SETTINGS.items():
-        for target in TARGETS:
+    for codec, settings in codecs.items():
+        for target in targets:
             anchors, residuals = _pools(settings, target, ENCODED_PAGES, device)
             args = (k, v, index, anchors, index, residuals, index, settings, target)
             seconds, spread = timer(lambda args=args: encode_pages(*args))  # type: ignore[misc]

@@ -8,6 +8,7 @@ import torch
 
 from attention.shapes import HEAD_DIM, KV_HEADS, PAGE_SIZE, QO_HEADS, Shape
 from kvspec_kernels.codecs import CodecSpec
+from kvspec_kernels.codecs.turboquant import TurboQuantSettings
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout, residual_layout
 from kvspec_kernels.ops.attention import (
     Backend,
@@ -27,6 +28,9 @@ TWO_BIT_CODECS: dict[str, CodecSpec] = {
     "log4": Log4Settings.for_page(PAGE_SIZE, anchor_bits=2),
     "uniform4": Uniform4Settings.for_page(PAGE_SIZE, anchor_bits=2),
 }
+ROTATED_CODECS: dict[str, CodecSpec] = {
+    f"turboquant_{bits}bit": TurboQuantSettings.for_page(PAGE_SIZE, bits) for bits in (4, 3, 2)
+}
 DISTINCT_PAGES = 64
 
 
@@ -41,16 +45,32 @@ def refined_bytes(settings: CodecSpec) -> int:
     return record_bytes(settings) + layout.nbytes
 
 
+def anchor_records(settings: CodecSpec, num_pages: int) -> torch.Tensor:
+    """Return anchor records of random pages: DISTINCT_PAGES pages, repeated."""
+    anchor = anchor_layout(settings, PAGE_SIZE, HEAD_DIM)
+    anchors, _ = reference_of(settings).encode(*_random_pages(), settings, anchor)
+    return _repeated(anchors, num_pages)
+
+
 def records(settings: CodecSpec, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return anchor and correction records of random pages: DISTINCT_PAGES pages, repeated."""
-    shape = (DISTINCT_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
     anchor = anchor_layout(settings, PAGE_SIZE, HEAD_DIM)
     residual = residual_layout(settings, "int8", PAGE_SIZE, HEAD_DIM, torch.bfloat16)
-    pair = reference_of(settings).encode(k, v, settings, anchor, residual)
-    times = -(-num_pages // DISTINCT_PAGES)
-    first, second = (part.repeat(times, 1, 1) for part in pair if part is not None)
-    return first, second
+    anchors, corrections = reference_of(settings).encode(
+        *_random_pages(), settings, anchor, residual
+    )
+    assert corrections is not None
+    return _repeated(anchors, num_pages), _repeated(corrections, num_pages)
+
+
+def _random_pages() -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (DISTINCT_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+    k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+    return k, v
+
+
+def _repeated(distinct: torch.Tensor, num_pages: int) -> torch.Tensor:
+    return distinct.repeat(-(-num_pages // DISTINCT_PAGES), 1, 1)
 
 
 def draft_calls(
@@ -59,7 +79,7 @@ def draft_calls(
     """Return calls of draft attention: one query token per request over anchors."""
     copies = shape.rotations(shape.num_pages * KV_HEADS * record_bytes(settings))
     indptr, lists, last = shape.page_tables(copies)
-    anchors, _ = records(settings, shape.num_pages * copies)
+    anchors = anchor_records(settings, shape.num_pages * copies)
     q = torch.randn(shape.batch, QO_HEADS, HEAD_DIM, device="cuda").bfloat16()
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
     workspace = workspace_of(settings, shape, 1, arithmetic=arithmetic, backend=backend)
