@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from kvspec_kernels.codecs.coverage import EXACT, MAX_GROUP, TRITON_ATTENTION
+from kvspec_kernels.codecs.coverage import EXACT, MAX_GROUP, MOST_ROTATED, TRITON_ATTENTION
 from sglang_kvspec.adapters.kernel_choice import check_deterministic_sizes, check_kernels
 from sglang_kvspec.adapters.target_choice import DETERMINISTIC, target_attention_name
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
+from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.codecs.registry import find_codec, make_codec
 from sglang_kvspec.core.codec_names import codec_names
 from sglang_kvspec.core.config import KVSpecConfig, Target
@@ -101,10 +102,20 @@ def check_model(
             f"(allowed on a GPU: {allowed})"
         )
     if on_gpu:
+        _check_rotation(config, model, codec, page_size)
         check_kernels(config, model, codec, page_size, num_ranks)
         name = target_attention_name(config, deterministic=deterministic)
         if name == DETERMINISTIC["exact"]:
             check_deterministic_sizes(model, page_size)
+
+
+def _check_rotation(config: KVSpecConfig, model: Any, codec: Codec, page_size: int) -> None:
+    """Raise UnsupportedError for heads that kernels of a codec with rotated values do not take."""
+    if codec.settings.triton_decode(page_size).rotates and model.head_dim > MOST_ROTATED:
+        raise UnsupportedError(
+            f"--kvspec-codec {config.codec} cannot serve {model.model_path} on a GPU: head size "
+            f"{model.head_dim} (allowed: up to {MOST_ROTATED})"
+        )
 
 
 def _check_ranks(model: Any, num_ranks: int, on_gpu: bool) -> None:

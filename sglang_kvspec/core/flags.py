@@ -149,7 +149,8 @@ FLAGS: tuple[Flag, ...] = (
         help="rule that splits a page into anchor and residual: uniform codes (`uniform4`, as in "
         "QuantSpec), sign and magnitude by chunk (`log4`, as in Lynx), or anchors as in KIVI, "
         "KVQuant, RotateKV or TurboQuant (`kivi`, `kvquant`, `rotatekv`, `turboquant`)",
-        note="the last four serve on a CPU only, and need `--kvspec-target exact`",
+        note="the last four need `--kvspec-target exact`; `kivi`, `kvquant` and `rotatekv` serve "
+        "on a CPU only",
     ),
     Flag(
         "anchor_bits",

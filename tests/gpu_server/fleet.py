@@ -50,6 +50,8 @@ PAGES = ("--kvspec-draft-view=pages", "--kvspec-draft-budget=0.1")
 ALWAYS_DRAFTS = "--kvspec-draft-len=12"
 # More than the residuals of any large pool. A store takes what the pool needs.
 HOSTED = "--kvspec-host-gb=8"
+# Rotated anchors.
+TURBOQUANT = ("--kvspec-codec=turboquant", "--kvspec-anchor-bits=4")
 INT8 = "--kvspec-target=int8"
 INT4_WEIGHTS = "--kvspec-draft-weights=int4"
 # The server may also find that proposals do not pay.
@@ -240,6 +242,7 @@ class Fleet:
                 (*FREED, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **RETRACT}
             ),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
+            "turboquant": Spec((*TURBOQUANT, ALWAYS_DRAFTS, *PAGES)),
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
             "crowded": Spec(PAGES, 2 * small, RETRACT),
             "hosted": Spec((HOSTED, ALWAYS_DRAFTS, *PAGES), environment=small_cache),

@@ -12,7 +12,8 @@ from live_server import Answers, LiveServer
 Same = Callable[..., None]
 
 lossless = pytest.mark.servers(
-    *("exact", "pages", "int4 weights", "ngram", "ngram int4", "log4", "small chunks", "crowded"),
+    *("exact", "pages", "int4 weights", "ngram", "ngram int4", "log4", "turboquant"),
+    *("small chunks", "crowded"),
     *("hosted", "packed hosted", "scores", "uneven scores", "repeats", "freed", "freed hosted"),
 )
 

@@ -88,6 +88,26 @@ def test_models_no_kernel_covers(
     check_model(KVSpecConfig(), good, 64, on_gpu=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_rotated_anchors_serve_on_a_gpu_with_heads_that_fit(
+    tmp_path: Path, head_dim: int, bits: int
+) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text()) | {"head_dim": head_dim}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = model_config_of({"model_path": str(tmp_path), "dtype": "bfloat16"})
+    asked = KVSpecConfig(codec="turboquant", anchor_bits=bits)
+    check_model(asked, model, 64)
+    if head_dim <= 128:
+        check_model(asked, model, 64, on_gpu=True)
+        return
+    with pytest.raises(
+        UnsupportedError,
+        match=r"--kvspec-codec turboquant .* on a GPU: head size 256 \(allowed: up to 128\)",
+    ):
+        check_model(asked, model, 64, on_gpu=True)
+
+
 def test_packed_residuals_need_values_of_two_bytes() -> None:
     config = KVSpecConfig(exact_residual="packed", host_gb=1)
     single, half = (

@@ -18,6 +18,8 @@ ALL_HEADS = tuple(range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1, HEAD_DIM_STEP))
 ALL_PAGES = tuple(range(PAGE_STEP, MAX_PAGE_SIZE + 1, PAGE_STEP))
 # Query heads of a KV head.
 MAX_GROUP = 16
+# Channels of a head whose queries kernels rotate. More take more shared memory than some GPUs have.
+MOST_ROTATED = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from kvspec_kernels.codecs.fields import FieldSpec, check_anchor_bits, code_rows, hadamard_block
+from kvspec_kernels.codecs.fields import (
+    TILE,
+    FieldSpec,
+    check_anchor_bits,
+    code_rows,
+    hadamard_block,
+)
+from kvspec_kernels.codecs.kernels import TritonDecode, TritonEncode
 from kvspec_kernels.codecs.spec import CodecSpec
+
+# A program takes 16 tokens at a time, so these are a quarter of what a thread holds.
+THREAD_ELEMENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,7 @@ class TurboQuantSettings(CodecSpec):
     name: ClassVar[str] = "turboquant"
     reference: ClassVar[str] = "kvspec_kernels.reference.turboquant"
     bit_choices: ClassVar[tuple[int, ...]] = (3, 2, 4)
+    has_kernels: ClassVar[bool] = True
 
     seed: int = 0
     anchor_bits: int = 3
@@ -43,4 +54,19 @@ class TurboQuantSettings(CodecSpec):
                 FieldSpec(f"{part}_codes", codes, "uint8"),
                 FieldSpec(f"{part}_norm", norms, "bfloat16"),
             )
+        )
+
+    def triton_encode(self) -> TritonEncode:
+        # Metadata belongs to tokens.
+        part = "kvspec_kernels.jit.encode_turboquant:turboquant_part"
+        chunks = (TILE, TILE)
+        return TritonEncode(part, part, ("norm",), chunks, law=(), thread_elements=THREAD_ELEMENTS)
+
+    def triton_decode(self, page_size: int) -> TritonDecode:
+        return TritonDecode(
+            "kvspec_kernels.jit.turboquant:decode_turboquant",
+            "norm",
+            (page_size, page_size),
+            scale="norm",
+            rotates=True,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvspec_kernels.jit.hadamard import load_signs, rotate, rotate_back
 from kvspec_kernels.jit.pages import (
     find_page,
     find_page_list,
@@ -61,6 +62,7 @@ def attention_kernel(
     stride_index: tl.constexpr,
     LISTS_BY_HEAD: tl.constexpr,
     DECODE: tl.constexpr,
+    ROTATES: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     SOURCE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -94,8 +96,10 @@ def attention_kernel(
 
     Pointers to the tail are None if there is no tail. qo_indptr_ptr is None if every request has
     ROWS query tokens. LISTS_BY_HEAD: indices are [num_indices, NUM_KV_HEADS], -1 for no page.
-    DECODE: as in `pages.py`. K_CODES to V_RESIDUAL: byte offsets of fields. REFINED_STAGES: STAGES
-    of `refined_attention.py`, or 0 to load codes one by one.
+    DECODE: as in `pages.py`. ROTATES: DECODE gives rotated values, so pages are read with a rotated
+    query, and the sum over pages is rotated back before the tail is added. K_CODES to
+    V_RESIDUAL: byte offsets of fields. REFINED_STAGES: STAGES of `refined_attention.py`, or 0 to
+    load codes one by one.
     """
     pid_item = tl.program_id(0)
     pid_head = tl.program_id(1)
@@ -173,7 +177,12 @@ def attention_kernel(
 
     # In the order of channels that the tail and all other loads of pages have.
     q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=mask_q, other=0.0)
-    q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
+    q = q.to(tl.float32)
+    q_of_pages = rounded(q, DTYPE, INTERPRET)
+    if ROTATES:
+        signs = load_signs(table_ptr, offs_d, ANCHOR_BITS, HEAD_DIM)
+        q_of_pages = rounded(rotate(q, signs, HEAD_DIM), DTYPE, INTERPRET)
+    q = rounded(q, DTYPE, INTERPRET)
     if not REFINED_STAGES:
         for unit in range(unit_begin, past_end):
             first = unit * BLOCK_N % PAGE_SIZE
@@ -230,8 +239,19 @@ def attention_kernel(
                 )
             visible = mask_n[None, :] & mask_m[:, None]
             acc, top, total = attend(
-                q, k, v, visible, scale_log2, acc, top, total, DTYPE=DTYPE, INTERPRET=INTERPRET
+                q_of_pages,
+                k,
+                v,
+                visible,
+                scale_log2,
+                acc,
+                top,
+                total,
+                DTYPE=DTYPE,
+                INTERPRET=INTERPRET,
             )
+    if ROTATES:
+        acc = rotate_back(acc, signs, HEAD_DIM)
 
     if tail_lens_ptr is not None:
         slot_list_ptr = tail_indices_ptr + tl.load(tail_indptr_ptr + request)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvspec_kernels.jit.hadamard import load_signs, rotate
 from kvspec_kernels.jit.pages import load_keys
 from kvspec_kernels.jit.rounding import rounded
 
@@ -29,6 +30,7 @@ def page_lse_kernel(
     stride_anchor_page,
     stride_anchor_head,
     DECODE: tl.constexpr,
+    ROTATES: tl.constexpr,
     ANCHOR_BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -73,8 +75,10 @@ def page_lse_kernel(
         q_ptr + q_rows[:, None] + offs_d[None, :],
         mask=mask_m[:, None] & (offs_d < HEAD_DIM)[None, :],
         other=0.0,
-    )
-    q = rounded(q.to(tl.float32), DTYPE, INTERPRET)
+    ).to(tl.float32)
+    if ROTATES:
+        q = rotate(q, load_signs(table_ptr, offs_d, ANCHOR_BITS, HEAD_DIM), HEAD_DIM)
+    q = rounded(q, DTYPE, INTERPRET)
     for index in range(first, end):
         page = tl.load(indices_ptr + begin + index).to(tl.int64)
         anchor_ptr = anchors_ptr + page * stride_anchor_page + head * stride_anchor_head

@@ -27,11 +27,11 @@ def encode_pages(
 ) -> None:
     """Encode pages `source` of k, v into `anchors` and `residuals`, in place.
 
-    Bytes are those of reference/log4.py and reference/uniform4.py, and for the target exact of
-    reference/exact.py. Only meaningless codes may differ: of pages with NaN or infinities, and in
-    uniform4 of groups whose range exceeds fp32. Exact residuals always hold every bit. Does not
-    wait for the device, and allocates nothing, except at the first call with given settings and
-    sizes. That call makes a small table or compiles: capture a CUDA graph after it.
+    Bytes are those of the codec's reference, and for the target exact of reference/exact.py. Only
+    meaningless codes may differ: of pages with NaN or infinities, and in uniform4 of groups whose
+    range exceeds fp32. Exact residuals always hold every bit. Does not wait for the device, and
+    allocates nothing, except at the first call with given settings and sizes. That call makes a
+    small table or compiles: capture a CUDA graph after it.
 
     k, v: [S, P, H, D] bf16, fp16 or fp32, equal strides, the last dimension contiguous.
     source: [N] int32 or int64, pages of k and v; an entry of -1 is skipped.
@@ -110,7 +110,7 @@ def _run_triton(
         anchor_slots_ptr=anchor_slots,
         residuals_ptr=residual_words,
         residual_slots_ptr=residual_slots,
-        edges_ptr=encoding.integer_edges(settings, k.device),
+        edges_ptr=encoding.encode_table(settings, k.shape[3], k.device),
         one=1,
         num_heads=num_heads,
         stride_page=k_pairs.stride(0),

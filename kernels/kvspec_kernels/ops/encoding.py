@@ -22,7 +22,7 @@ PAIR_DTYPES = {2: torch.int32, 4: torch.int64}
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 CHUNK_STEP = 16
-EDGE_SLOTS = 128
+TABLE_SLOTS = 128
 MAX_WARPS = 16
 
 
@@ -76,15 +76,15 @@ def encode_constants(
 
 
 @functools.lru_cache(maxsize=64)
-def integer_edges(settings: CodecSpec, device: torch.device) -> torch.Tensor:
-    """Return fp32 [128] on the device: 0, a lower bound of all magnitudes, then the law's edges,
-    then infinities. All zeros for a codec without a law. The first call builds it."""
-    edges = torch.zeros(EDGE_SLOTS)
-    of_law = kernel_reference_of(settings).integer_edges(settings)
-    if of_law:
-        edges[1:] = math.inf
-        edges[1 : len(of_law) + 1] = torch.tensor(of_law)
-    return edges.to(device)
+def encode_table(settings: CodecSpec, head_dim: int, device: torch.device) -> torch.Tensor:
+    """Return fp32 numbers on the device, 128 or more: 0, those of the codec, then infinities. All
+    zeros for a codec without numbers. The first call builds them."""
+    numbers = kernel_reference_of(settings).encode_table(settings, head_dim)
+    table = torch.zeros(max(TABLE_SLOTS, len(numbers) + 1))
+    if numbers:
+        table[1:] = math.inf
+        table[1 : len(numbers) + 1] = torch.tensor(numbers)
+    return table.to(device)
 
 
 def check_pages(k: torch.Tensor, v: torch.Tensor, names: str) -> None:

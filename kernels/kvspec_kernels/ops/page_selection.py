@@ -131,16 +131,19 @@ class PageSelection:
         )
         self._shared = {"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "NUM_ROWS": num_rows}
         self._keys = {
-            "table_ptr": kernel_reference_of(settings).code_values(settings, device, refined=False),
+            "table_ptr": kernel_reference_of(settings).code_values(
+                settings, head_dim, device, refined=False
+            ),
             "scale_log2": self._sm_scale * math.log2(math.e),
             "DECODE": kernel_function(decode.function),
+            "ROTATES": decode.rotates,
             "ANCHOR_BITS": settings.anchor_bits,
             "PAGE_SIZE": page_size,
             "HEAD_DIM": head_dim,
             "K_CHUNK": decode.chunks[0],
             "K_CODES": layout["k_codes"].offset,
             "K_OFFSET": layout[f"k_{decode.offset}"].offset,
-            "K_SCALE": layout["k_scale"].offset,
+            "K_SCALE": layout[f"k_{decode.scale}"].offset,
             "DTYPE": TRITON_DTYPES[q_dtype],
             "FINITE_MAX": torch.finfo(q_dtype).max,
             "INTERPRET": INTERPRETED,

@@ -90,7 +90,8 @@ class Launch:
     def of(cls, plan: AttentionPlan) -> Launch:
         by_words = decodes_words(plan)
         block_m, of_sm, num_warps = (_word_sizes if by_words else _sizes)(plan)
-        wide = plan.head_dim > 128
+        # Rotated values leave fewer registers: a query is there twice.
+        wide = plan.head_dim > 128 or plan.settings.triton_decode(plan.page_size).rotates
         block_n = 64 if plan.page_size % 64 == 0 and not wide else 32
         num_blocks = -(-plan.max_qo_len * plan.group // block_m)
         if plan.deterministic_pages is not None:
@@ -259,7 +260,9 @@ def _code_values(plan: AttentionPlan) -> torch.Tensor | None:
     if plan.source == "exact":
         return None
     reference = kernel_reference_of(plan.settings)
-    return reference.code_values(plan.settings, plan.device, refined=plan.source == "int8")
+    return reference.code_values(
+        plan.settings, plan.head_dim, plan.device, refined=plan.source == "int8"
+    )
 
 
 def decodes_refined(plan: AttentionPlan) -> bool:
@@ -268,7 +271,7 @@ def decodes_refined(plan: AttentionPlan) -> bool:
     decode = plan.settings.triton_decode(plan.page_size)
     tile, pairs = TILE_TOKENS.value, 2 * TILE_TOKENS.value
     # Metadata is loaded 4 bytes at a time.
-    names = [f"{part}_{name}" for part in "kv" for name in ("scale", decode.offset)]
+    names = [f"{part}_{name}" for part in "kv" for name in (decode.scale, decode.offset)]
     return (
         plan.source == "int8"
         and plan.sm_scale > 0
@@ -306,17 +309,22 @@ def _word_constants(plan: AttentionPlan) -> dict[str, Any]:
 
 def _code_constants(plan: AttentionPlan) -> dict[str, Any]:
     """Return the arguments that only jit/attention.py takes, and those of both."""
-    decode, residual = plan.settings.triton_decode(plan.page_size), plan.residual_layout
-    upgrade = "bits" if plan.source == "exact" else "codes"
+    decode = plan.settings.triton_decode(plan.page_size)
+    # Drafts read no residual, and some codecs have none of the target int8.
+    k_residual, v_residual = 0, 0
+    if plan.source != "anchor":
+        upgrade = "bits" if plan.source == "exact" else "codes"
+        k_residual, v_residual = (plan.residual_layout[f"{part}_{upgrade}"].offset for part in "kv")
     constants: dict[str, Any] = {
         "table_ptr": _code_values(plan),
         "SOURCE": plan.source,
         "REFINED_STAGES": REFINED_STAGES if decodes_refined(plan) else 0,
         "DECODE": kernel_function(decode.function),
+        "ROTATES": decode.rotates and plan.source != "exact",
         "ANCHOR_BITS": plan.settings.anchor_bits,
         "V_CHUNK": decode.chunks[1],
-        "K_RESIDUAL": residual[f"k_{upgrade}"].offset,
-        "V_RESIDUAL": residual[f"v_{upgrade}"].offset,
+        "K_RESIDUAL": k_residual,
+        "V_RESIDUAL": v_residual,
     }
     return constants | _anchor_constants(plan)
 
@@ -330,5 +338,5 @@ def _anchor_constants(plan: AttentionPlan) -> dict[str, int]:
         name = part.upper()
         constants[f"{name}_CODES"] = anchor[f"{part}_codes"].offset
         constants[f"{name}_OFFSET"] = anchor[f"{part}_{decode.offset}"].offset
-        constants[f"{name}_SCALE"] = anchor[f"{part}_scale"].offset
+        constants[f"{name}_SCALE"] = anchor[f"{part}_{decode.scale}"].offset
     return constants

@@ -66,22 +66,24 @@ class IntegerPart:
 class KernelReference(ReferenceCodec, Protocol):
     """Reference of a codec that has kernels. The kernels and their tests use it."""
 
-    def integer_edges(self, settings: Any) -> list[float]:
-        """Return the magnitudes at which the integer code grows by one, for jit/encode.py. Empty
-        for a uniform codec."""
+    def encode_table(self, settings: Any, head_dim: int) -> list[float]:
+        """Return numbers that jit/encode.py hands to the codec's functions, such as the magnitudes
+        at which the code grows by one. Empty for a uniform codec."""
         ...
 
     def code_values(
-        self, settings: Any, device: torch.device, *, refined: bool
+        self, settings: Any, head_dim: int, device: torch.device, *, refined: bool
     ) -> torch.Tensor | None:
         """Return a table for jit/pages.py: values of anchor codes, or of codes with corrections if
-        `refined`, in units of the scale. None if the kernel computes them."""
+        `refined`, in units of the scale. None if the kernel computes them. A codec that rotates
+        adds the signs of its rotation, one for each channel."""
         ...
 
     def integer_part(
         self, name: str, anchors: torch.Tensor, settings: Any, layout: RecordLayout
     ) -> IntegerPart:
-        """Return part "k" or "v" of anchor records [N, H, nbytes], for integer draft attention."""
+        """Return part "k" or "v" of anchor records [N, H, nbytes], for integer draft attention.
+        Absent from the module of a codec that CUDA kernels do not draft from in integers."""
         ...
 
 

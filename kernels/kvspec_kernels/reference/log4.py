@@ -115,14 +115,14 @@ def decode_refined(
     return part("k"), part("v")
 
 
-def integer_edges(settings: Log4Settings) -> list[float]:
+def encode_table(settings: Log4Settings, head_dim: int) -> list[float]:
     """See kvspec_kernels.reference.codec.KernelReference."""
     edges: list[float] = tables(settings, torch.device("cpu")).integer_edges.tolist()
     return edges
 
 
 def code_values(
-    settings: Log4Settings, device: torch.device, *, refined: bool
+    settings: Log4Settings, head_dim: int, device: torch.device, *, refined: bool
 ) -> torch.Tensor | None:
     """See kvspec_kernels.reference.codec.KernelReference."""
     law = tables(settings, device)

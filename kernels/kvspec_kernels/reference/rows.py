@@ -13,5 +13,5 @@ def by_head(pages: torch.Tensor) -> torch.Tensor:
 def to_pages(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return values [N, H, P, D] fp32 as new pages [N, P, H, D] `dtype`, clamped to its finite
     range."""
-    limit = torch.finfo(dtype).max
+    limit = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
     return values.clamp(-limit, limit).transpose(1, 2).to(dtype).contiguous()

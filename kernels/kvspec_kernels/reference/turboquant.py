@@ -14,7 +14,7 @@ The paper's second stage, one bit of a Johnson-Lindenstrauss sketch of the error
 makes products with queries unbiased and takes one of the bits from the levels. Without it, products
 come out smaller on average: by 12 % at 2 bits, 3 % at 3 bits and 1 % at 4 bits.
 
-Decoding rotates back. A kernel would read rotated values and rotate query and output instead: see
+Decoding rotates back. Kernels read rotated values and rotate query and output instead: see
 `hadamard.py`, and rotate and decode_rotated.
 """
 
@@ -41,7 +41,7 @@ def encode(
     """Encode pages k, v [N, P, H, D] into anchor records [N, H, nbytes] uint8."""
     anchors = anchor_layout.empty_records((k.shape[0], k.shape[2]), k.device)
     table = _table(k.shape[-1], settings, k.device)
-    edges = (table[1:] + table[:-1]) / 2
+    edges = _edges(table)
     for part, pages in (("k", k), ("v", v)):
         blocks = _blocks(rows.by_head(pages))
         norm = _norm(blocks)
@@ -80,6 +80,21 @@ def decode_rotated(
     return part("k"), part("v")
 
 
+def encode_table(settings: TurboQuantSettings, head_dim: int) -> list[float]:
+    """Return the edges between levels, then the signs of the rotation."""
+    device = torch.device("cpu")
+    edges = _edges(_table(head_dim, settings, device))
+    return [*edges.tolist(), *_signs(head_dim, settings.seed, device).tolist()]
+
+
+def code_values(
+    settings: TurboQuantSettings, head_dim: int, device: torch.device, *, refined: bool
+) -> torch.Tensor:
+    """See kvspec_kernels.reference.codec.KernelReference."""
+    assert not refined, "the codec has no corrections"
+    return torch.cat((_table(head_dim, settings, device), _signs(head_dim, settings.seed, device)))
+
+
 def rotate(values: torch.Tensor, settings: TurboQuantSettings) -> torch.Tensor:
     """Return values [..., D] fp32, such as queries, rotated as encode rotates K and V."""
     return hadamard.rotate(values * _signs(values.shape[-1], settings.seed, values.device))
@@ -102,6 +117,11 @@ def _table(head_dim: int, settings: TurboQuantSettings, device: torch.device) ->
     """Return the levels [2^bits] fp32 of a unit block's coordinates."""
     found = levels(hadamard_block(head_dim), settings.anchor_bits)
     return torch.tensor(found, dtype=torch.float32, device=device)
+
+
+def _edges(table: torch.Tensor) -> torch.Tensor:
+    """Return the values half-way between levels."""
+    return (table[1:] + table[:-1]) / 2
 
 
 def _blocks(values: torch.Tensor) -> torch.Tensor:

@@ -104,13 +104,13 @@ def decode_refined(
     return part("k"), part("v")
 
 
-def integer_edges(settings: Uniform4Settings) -> list[float]:
+def encode_table(settings: Uniform4Settings, head_dim: int) -> list[float]:
     """See kvspec_kernels.reference.codec.KernelReference."""
     return []
 
 
 def code_values(
-    settings: Uniform4Settings, device: torch.device, *, refined: bool
+    settings: Uniform4Settings, head_dim: int, device: torch.device, *, refined: bool
 ) -> torch.Tensor | None:
     """See kvspec_kernels.reference.codec.KernelReference."""
     return None

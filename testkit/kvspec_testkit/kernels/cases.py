@@ -166,6 +166,18 @@ class _Pools:
     source: Source
     pool_pages: int | None
 
+    @property
+    def _has_corrections(self) -> bool:
+        """Return False for residuals of the target exact, also beside anchors that drafts read of a
+        codec without the target int8."""
+        if self.source == "exact":
+            return False
+        try:
+            self.settings.correction_fields(self.page[0], self.page[2])
+        except formats.FormatError:
+            return False
+        return True
+
     def allocate(self, count: int) -> torch.Tensor:
         """Return `count` shuffled ids from the upper end of a pool."""
         order = torch.randperm(count, generator=self.rng, device=self.rng.device)
@@ -183,7 +195,7 @@ class _Pools:
         True for the tokens in use."""
         size, device = self._size(len(pages)), pages.device
         page_size, heads, head_dim = self.page
-        target: Target = "exact" if self.source == "exact" else "int8"
+        target: Target = "int8" if self._has_corrections else "exact"
         anchor = formats.anchor_layout(self.settings, page_size, head_dim)
         residual = formats.residual_layout(self.settings, target, page_size, head_dim, self.dtype)
         anchors, residuals = (
@@ -210,13 +222,15 @@ class _Pools:
         anchor: RecordLayout,
         residual: RecordLayout,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = None if self.source == "exact" else residual
+        codes = residual if self._has_corrections else None
         reference = reference_of(self.settings)
         anchors, residuals = reference.encode(k, v, self.settings, anchor, codes)
         for field in anchor.fields:
             # Poison the metadata of tokens that are not in use.
-            if field.name.startswith("v_") and field.shape == filled.shape[1:]:
-                stored = field.view(anchors)
+            stored = field.view(anchors)
+            if field.name == "v_norm":
+                stored.masked_fill_(~filled[:, None, :, None], torch.nan)
+            elif field.name.startswith("v_") and field.shape == filled.shape[1:]:
                 by_token = fragments.from_row_order(stored)
                 by_token = by_token.masked_fill(~filled[:, None, :], torch.nan)
                 stored.copy_(fragments.row_order(by_token))

@@ -7,6 +7,9 @@ from functools import partial
 
 import torch
 
+from kvspec_kernels.codecs.coverage import MOST_ROTATED
+from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.codecs.turboquant import TurboQuantSettings
 from kvspec_kernels.formats import (
     Log4Settings,
     Target,
@@ -30,10 +33,13 @@ from kvspec_testkit.kernels.cases import make_case
 
 CPU = torch.device("cpu")
 BF16, FP16 = torch.bfloat16, torch.float16
-CODECS: Mapping[str, type[Uniform4Settings | Log4Settings]] = {
+CODECS: Mapping[str, type[CodecSpec]] = {
     "uniform4": Uniform4Settings,
     "log4": Log4Settings,
+    "turboquant": TurboQuantSettings,
 }
+# Codecs with the target int8.
+WITH_INT8 = ("uniform4", "log4")
 # Multiprocessors that launches plan for. Compiled code does not depend on them.
 NUM_SMS = 80
 NUM_KV_HEADS = 2
@@ -153,7 +159,7 @@ def round_weights() -> None:
 def encode(
     codec: str, page_size: int, head_dim: int, target: Target, dtype: torch.dtype = BF16
 ) -> None:
-    settings = CODECS[codec].for_page(page_size)
+    settings = CODECS[codec].for_page(page_size, 4)
     k = torch.zeros((2, page_size, NUM_KV_HEADS, head_dim), dtype=dtype)
     sizes = (page_size, head_dim)
     anchor = anchor_layout(settings, *sizes)
@@ -175,7 +181,7 @@ def write_tokens() -> None:
 
 def select_pages(codec: str, head_dim: int, group: int, most_queries: int) -> None:
     """Launch the scores of pages, and the selection of the best."""
-    settings = CODECS[codec].for_page(64)
+    settings = CODECS[codec].for_page(64, 4)
     heads = NUM_KV_HEADS * group
     selection = PageSelection(
         2, 64, 3, 2048, 2, heads, NUM_KV_HEADS, head_dim, 64, most_queries,
@@ -208,21 +214,28 @@ def copy() -> None:
     copy_rows(target, ints(0, 1), source, ints(2, 3))
 
 
+def head_dims(codec: str) -> list[int]:
+    rotates = CODECS[codec].for_page(64, 4).triton_decode(64).rotates
+    return [size for size in (64, 128, 256) if size <= (MOST_ROTATED if rotates else size)]
+
+
 def _attention_launches() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
     for codec in CODECS:
-        for head_dim in (64, 128, 256):
+        for head_dim in head_dims(codec):
             shape = f"{codec}, heads of {head_dim}"
             for rows in (1, 16):
                 found[f"draft of {rows}, {shape}"] = partial(
                     attend, codec, "anchor", head_dim, rows
                 )
-                found[f"verify int8 of {rows}, {shape}"] = partial(
-                    attend, codec, "int8", head_dim, rows
+                if codec in WITH_INT8:
+                    found[f"verify int8 of {rows}, {shape}"] = partial(
+                        attend, codec, "int8", head_dim, rows
+                    )
+            if codec in WITH_INT8:
+                found[f"verify int8 in order, {shape}"] = partial(
+                    attend, codec, "int8", head_dim, 16, is_deterministic=True
                 )
-            found[f"verify int8 in order, {shape}"] = partial(
-                attend, codec, "int8", head_dim, 16, is_deterministic=True
-            )
     for head_dim in (64, 128, 256):
         for rows in (1, 16):
             found[f"verify exact of {rows}, heads of {head_dim}"] = partial(
@@ -272,12 +285,16 @@ def _launches() -> dict[str, Callable[[], None]]:
     for num_rows in int4_products.CHOSEN:
         found[f"4-bit product of {num_rows} rows"] = partial(multiply_in_4_bits, num_rows)
     for codec in CODECS:
-        for target in ("int8", "exact"):
+        targets: tuple[Target, ...] = ("int8", "exact") if codec in WITH_INT8 else ("exact",)
+        for target in targets:
             for page_size, head_dim in ((64, 128), (64, 256), (128, 256)):
+                if head_dim not in head_dims(codec):
+                    continue
                 name = f"encode {target}, {codec}, pages of {page_size}, heads of {head_dim}"
                 found[name] = partial(encode, codec, page_size, head_dim, target)
         found[f"scores, {codec}, heads of 128"] = partial(select_pages, codec, 128, 4, 16)
-        found[f"scores, {codec}, heads of 256"] = partial(select_pages, codec, 256, 8, 16)
+        if 256 in head_dims(codec):
+            found[f"scores, {codec}, heads of 256"] = partial(select_pages, codec, 256, 8, 16)
     return found | {
         "append": write_tokens,
         "step": step,
@@ -299,6 +316,9 @@ SAMPLE = (
     *(f"product, tile {number}" for number in range(len(products.LARGE.all))),
     "4-bit product of 64 rows",
     "encode int8, uniform4, pages of 128, heads of 256",
+    "draft of 1, turboquant, heads of 128",
+    "encode exact, turboquant, pages of 64, heads of 128",
+    "scores, turboquant, heads of 128",
     "scores, uniform4, heads of 256",
     "append",
     "step",

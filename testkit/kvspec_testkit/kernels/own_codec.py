@@ -181,9 +181,9 @@ def decode_refined(
     return -k, -v
 
 
-def integer_edges(settings: Any) -> list[float]:
+def encode_table(settings: Any, head_dim: int) -> list[float]:
     return []
 
 
-def code_values(settings: Any, device: torch.device, *, refined: bool) -> None:
+def code_values(settings: Any, head_dim: int, device: torch.device, *, refined: bool) -> None:
     """Return no table: the kernel computes values."""

@@ -331,7 +331,7 @@ def test_kernels_read_fields_that_exist_or_are_refused(codec_of):
     for function in (encode.encode_k, encode.encode_v, decode.function):
         assert callable(kernel_function(function))
     for part in "kv":
-        for name in ("codes", "scale", decode.offset, *encode.metadata):
+        for name in ("codes", decode.scale, decode.offset, *encode.metadata):
             assert codec.anchor_layout[f"{part}_{name}"].nbytes
         if codec.target == "int8":
             assert codec.residual_layout[f"{part}_codes"].nbytes

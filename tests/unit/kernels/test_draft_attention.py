@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from kvspec_kernels.codecs.turboquant import TurboQuantSettings
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout
 from kvspec_kernels.ops.attention import DraftAttention, Tail, workspace_nbytes
 from kvspec_kernels.ops.attention_plan import AttentionPlan
@@ -21,6 +22,9 @@ SETTINGS = {
     "uniform4": Uniform4Settings.for_page,
     "log4-2bit": partial(Log4Settings.for_page, anchor_bits=2),
     "uniform4-2bit": partial(Uniform4Settings.for_page, anchor_bits=2),
+    "turboquant-2bit": partial(TurboQuantSettings.for_page, anchor_bits=2),
+    "turboquant-3bit": partial(TurboQuantSettings.for_page, anchor_bits=3),
+    "turboquant-4bit": partial(TurboQuantSettings.for_page, anchor_bits=4),
 }
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -42,6 +46,11 @@ SHAPES = [
     # Pairs of tiles in groups of 2.
     ("log4-2bit", 96, 96, 1, 3, FP32),
     ("uniform4-2bit", 32, 32, 2, 1, FP32),
+    # Rotated, in whole heads and in blocks.
+    ("turboquant-4bit", 64, 128, 1, 4, BF16),
+    ("turboquant-3bit", 32, 80, 2, 3, FP16),
+    ("turboquant-2bit", 96, 96, 1, 2, FP32),
+    ("turboquant-4bit", 32, 256, 1, 1, FP16),
     # Decoded by words: a page of several blocks, and heads of one group of tiles.
     ("uniform4", 192, 128, 2, 3, FP16),
     ("uniform4", 256, 64, 2, 4, BF16),
@@ -208,7 +217,7 @@ ROWS = pytest.mark.parametrize("num_rows", [2, 4, 16])
 
 @ROWS
 @pytest.mark.parametrize(
-    "shape", [*SHAPES[:2], SHAPES[4], SHAPES[8], SHAPES[11], SHAPES[14]], ids=shape_id
+    "shape", [*SHAPES[:2], SHAPES[4], SHAPES[8], SHAPES[11], SHAPES[14], SHAPES[-2]], ids=shape_id
 )
 def test_several_query_tokens(shape, num_rows, check, device):
     """Query tokens are the tail's last ones. Tails of fewer tokens hide even the first of these."""
@@ -266,7 +275,9 @@ class ByHead:
         return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[8], SHAPES[10], SHAPES[-1]], ids=shape_id)
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], SHAPES[8], SHAPES[10], SHAPES[16], SHAPES[-1]], ids=shape_id
+)
 @pytest.mark.parametrize("tails", [None, [3, 0, 1]], ids=["no tail", "tail"])
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_heads_that_read_pages_of_their_own(shape, tails, num_rows, prepare, device):
