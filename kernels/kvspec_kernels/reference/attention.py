@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -21,6 +21,20 @@ from kvspec_kernels.reference import exact
 from kvspec_kernels.reference.codec import reference_of
 
 KV = tuple[torch.Tensor, torch.Tensor]
+
+
+class Reader(Protocol):
+    """Decoder of one layer's pages of page_size tokens and heads of head_dim."""
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    def read(self, pages: torch.Tensor, dtype: torch.dtype) -> KV:
+        """Return (k, v), each [len(pages) * P, H, D] `dtype`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +96,7 @@ class WindowTail:
 
 def paged_attention(
     q: torch.Tensor,
-    reader: PageReader,
+    reader: Reader,
     indptr: torch.Tensor,
     indices: torch.Tensor,
     last_page_len: torch.Tensor,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from kvspec_kernels import formats
 from kvspec_kernels.codecs.spec import CodecSpec
+from kvspec_kernels.codecs.turboquant import TurboQuantSettings
 from kvspec_kernels.formats import RecordLayout, Target
 from kvspec_kernels.ops.attention import Tail
 from kvspec_kernels.ops.attention_plan import Source
-from kvspec_kernels.reference import attention, exact, fragments
+from kvspec_kernels.reference import attention, exact, fragments, rows, turboquant
 from kvspec_kernels.reference.codec import reference_of
 
 POISON_BYTE = 0xFF
@@ -73,6 +75,32 @@ class AttentionCase:
             dtype=dtype,
         )
 
+    def baseline(
+        self, dtype: torch.dtype, sm_scale: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return reference(), but of a codec that rotates with rotated numbers, which round to
+        others in `dtype`. All is rotated: queries, pages and tail. Outputs are rotated back."""
+        settings = self.settings
+        if self.source != "anchor" or not isinstance(settings, TurboQuantSettings):
+            return self.reference(dtype, sm_scale)
+        rotate = partial(turboquant.rotate, settings=settings)
+        tail = None
+        if self.tail is not None:
+            k, v = (rotate(part.float()) for part in self.tail[:2])
+            tail = attention.WindowTail(k, v, *self.tail[2:])
+        out, lse = attention.paged_attention(
+            rotate(self.q.float()),
+            _RotatedReader(settings, self.page_size, self.q.shape[-1], self.anchors),
+            self.indptr,
+            self.indices,
+            self.last_page_len,
+            qo_indptr=self.qo_indptr,
+            sm_scale=sm_scale,
+            tail=tail,
+            dtype=dtype,
+        )
+        return turboquant.rotate_back(out, settings), lse
+
     def shortened(self, lens: Sequence[int]) -> AttentionCase:
         """Return a case with the same pools and queries, but pasts that end earlier. Its index
         tensors are new and keep their shapes."""
@@ -80,6 +108,21 @@ class AttentionCase:
         padded = torch.zeros_like(self.indices)
         padded[: len(indices)] = indices
         return dataclasses.replace(self, indptr=indptr, indices=padded, last_page_len=last_page_len)
+
+
+@dataclass(frozen=True, slots=True)
+class _RotatedReader:
+    """PageReader of TurboQuant's anchors that leaves them rotated."""
+
+    settings: TurboQuantSettings
+    page_size: int
+    head_dim: int
+    anchors: torch.Tensor
+
+    def read(self, pages: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = formats.anchor_layout(self.settings, self.page_size, self.head_dim)
+        k, v = turboquant.decode_rotated(self.anchors[pages.long()], self.settings, layout)
+        return rows.to_pages(k, dtype).flatten(0, 1), rows.to_pages(v, dtype).flatten(0, 1)
 
 
 def make_case(

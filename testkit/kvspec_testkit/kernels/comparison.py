@@ -30,7 +30,7 @@ def assert_attention(
     weights: torch.dtype = torch.float32,
 ) -> None:
     """Assert that errors of out and lse against the fp32 reference are at most `factor` times those
-    of the same computation in torch in `baseline`, plus a floor.
+    of the same computation in torch in `baseline` (AttentionCase.baseline), plus a floor.
 
     baseline: the dtype of q unless given. For q in fp32 the reference is in fp64. weights: the
     dtype in which weights are summed.
@@ -45,7 +45,7 @@ def assert_attention(
     dtype = case.q.dtype
     finer = torch.float64 if dtype == torch.float32 else torch.float32
     exact_out, exact_lse = case.reference(finer, sm_scale)
-    base_out, base_lse = case.reference(baseline or dtype, sm_scale)
+    base_out, base_lse = case.baseline(baseline or dtype, sm_scale)
     largest_out = exact_out.abs().max().item()
     finite_lse = exact_lse[exact_lse.isfinite()].abs()
     largest_lse = max(1.0, finite_lse.max().item()) if len(finite_lse) else 1.0

@@ -50,7 +50,7 @@ SHAPES = [
     ("turboquant-4bit", 64, 128, 1, 4, BF16),
     ("turboquant-3bit", 32, 80, 2, 3, FP16),
     ("turboquant-2bit", 96, 96, 1, 2, FP32),
-    ("turboquant-4bit", 32, 256, 1, 1, FP16),
+    ("turboquant-4bit", 32, 128, 2, 4, FP16),
     # Decoded by words: a page of several blocks, and heads of one group of tiles.
     ("uniform4", 192, 128, 2, 3, FP16),
     ("uniform4", 256, 64, 2, 4, BF16),
@@ -270,7 +270,13 @@ class ByHead:
     cases: list[AttentionCase]
 
     def reference(self, dtype, sm_scale=None):
-        states = [case.reference(dtype, sm_scale) for case in self.cases]
+        return self._joined([case.reference(dtype, sm_scale) for case in self.cases])
+
+    def baseline(self, dtype, sm_scale=None):
+        return self._joined([case.baseline(dtype, sm_scale) for case in self.cases])
+
+    @staticmethod
+    def _joined(states):
         parts = [[part.chunk(len(states), dim=1)[h] for part in s] for h, s in enumerate(states)]
         return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
 
