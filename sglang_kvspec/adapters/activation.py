@@ -86,11 +86,23 @@ def check_sglang_version(*, on_gpu: bool) -> None:
     sentence = refusal(installed, on_gpu=on_gpu)
     if sentence is None:
         return
+    _refuse_untested(sentence, f"SGLang {installed} was not tested with --kvspec here")
+
+
+def check_untested(flag: str, allowed: str) -> None:
+    """Raise UnsupportedError for a flag with which no GPU server was tested. With UNTESTED_NAME,
+    log a warning instead. allowed: what to use there."""
+    _refuse_untested(
+        f"{flag} was not tested on a GPU and serves on a CPU only (allowed on a GPU: {allowed}): "
+        f"use that, or set {UNTESTED_NAME}=1 to try this one",
+        f"{flag} was not tested on a GPU",
+    )
+
+
+def _refuse_untested(sentence: str, warning: str) -> None:
     if not _switch(UNTESTED_NAME):
         raise UnsupportedError(sentence)
-    logger.warning(
-        "KVSpec: %s is set: SGLang %s was not tested with --kvspec here", UNTESTED_NAME, installed
-    )
+    logger.warning("KVSpec: %s is set: %s", UNTESTED_NAME, warning)
 
 
 def cpu_platform_is_active() -> bool:

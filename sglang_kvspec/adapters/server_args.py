@@ -239,6 +239,9 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     not support on a GPU. Raises ConfigError as load_target_attention()."""
     check_gpus(config.kernels)
     _check_needs(config, kwargs, on_gpu=True)
+    if config.codec == "turboquant":
+        # Its kernels ran on a GPU, a server with them did not.
+        activation.check_untested("--kvspec-codec turboquant", "uniform4, log4")
     deterministic = bool(kwargs.get("enable_deterministic_inference"))
     if config.target_attention is not None:
         load_target_attention(config, deterministic=deterministic)

@@ -150,7 +150,7 @@ FLAGS: tuple[Flag, ...] = (
         "QuantSpec), sign and magnitude by chunk (`log4`, as in Lynx), or anchors as in KIVI, "
         "KVQuant, RotateKV or TurboQuant (`kivi`, `kvquant`, `rotatekv`, `turboquant`)",
         note="the last four need `--kvspec-target exact`; `kivi`, `kvquant` and `rotatekv` serve "
-        "on a CPU only",
+        "on a CPU only, and `turboquant` on a GPU with `SGLANG_KVSPEC_UNTESTED=1`",
     ),
     Flag(
         "anchor_bits",

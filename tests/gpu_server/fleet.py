@@ -50,7 +50,7 @@ PAGES = ("--kvspec-draft-view=pages", "--kvspec-draft-budget=0.1")
 ALWAYS_DRAFTS = "--kvspec-draft-len=12"
 # More than the residuals of any large pool. A store takes what the pool needs.
 HOSTED = "--kvspec-host-gb=8"
-# Rotated anchors.
+# Rotated anchors, which no GPU server has drafted from yet.
 TURBOQUANT = ("--kvspec-codec=turboquant", "--kvspec-anchor-bits=4")
 INT8 = "--kvspec-target=int8"
 INT4_WEIGHTS = "--kvspec-draft-weights=int4"
@@ -66,6 +66,7 @@ REPEATS = ("--kvspec-compressor=kvzip", "--kvspec-draft-budget=0.1")
 # of 16 bits.
 PACKED = ("--kvspec-exact-residual=packed", HOSTED)
 ONLY_ON_GPU = ("packed hosted", "kept packed", "packed pair")
+UNTESTED = {"SGLANG_KVSPEC_UNTESTED": "1"}
 UNEVEN_SCORES = ("--kvspec-compressor=random:heads=model", "--kvspec-draft-budget=0.3")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
 # SGLang retracts a request at every fifth step of several requests.
@@ -242,7 +243,7 @@ class Fleet:
                 (*FREED, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **RETRACT}
             ),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
-            "turboquant": Spec((*TURBOQUANT, ALWAYS_DRAFTS, *PAGES)),
+            "turboquant": Spec((*TURBOQUANT, ALWAYS_DRAFTS, *PAGES), environment=UNTESTED),
             "small chunks": Spec(("--chunked-prefill-size=256", ALWAYS_DRAFTS, *PAGES)),
             "crowded": Spec(PAGES, 2 * small, RETRACT),
             "hosted": Spec((HOSTED, ALWAYS_DRAFTS, *PAGES), environment=small_cache),

@@ -139,6 +139,23 @@ def test_a_gpu_packs_residuals_wherever_they_are_outside_of_its_memory(
         check_gpu_flags(KVSpecConfig(exact_residual=form, **options), arguments)
 
 
+def test_rotated_anchors_are_tried_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    show_gpus(monkeypatch, (9, 0))
+    monkeypatch.delenv(UNTESTED_NAME, raising=False)
+    config = KVSpecConfig(codec="turboquant")
+    with pytest.raises(UnsupportedError) as caught:
+        check_gpu_flags(config, {})
+    assert str(caught.value) == (
+        "--kvspec-codec turboquant was not tested on a GPU and serves on a CPU only (allowed on a "
+        "GPU: uniform4, log4): use that, or set SGLANG_KVSPEC_UNTESTED=1 to try this one"
+    )
+    monkeypatch.setenv(UNTESTED_NAME, "1")
+    check_gpu_flags(config, {})
+    assert "--kvspec-codec turboquant was not tested on a GPU" in caplog.text
+
+
 def test_cuda_kernels_are_asked_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *device: (9, 0))
     demo = model_config_of({"model_path": str(DEMO_MODEL), "dtype": "bfloat16"})
