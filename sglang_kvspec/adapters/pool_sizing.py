@@ -160,7 +160,10 @@ class KVSpecPoolConfigurator(DefaultPoolConfigurator):  # type: ignore[misc]
     def _plan(self, max_pages: int | None) -> MemoryPoolConfig:
         config, geometry = self._config, geometry_of(self._kvc)
         page_bytes = page_bytes_of(
-            geometry, codec_of(self._kvc, config), on_gpu=self._kvc.device != "cpu"
+            geometry,
+            codec_of(self._kvc, config),
+            on_gpu=self._kvc.device != "cpu",
+            frees_anchors=config.frees_anchors,
         )
         window_pages = window_pages_for(
             self._kvc.server_args.max_running_requests,
@@ -267,18 +270,23 @@ def codec_of(kvc: Any, config: KVSpecConfig) -> Codec:
     )
 
 
-def page_bytes_of(geometry: KVGeometry, codec: Codec, *, on_gpu: bool) -> PageBytes:
-    """Return the bytes of a page. on_gpu: a host store holds residuals in the codec's form."""
+def page_bytes_of(
+    geometry: KVGeometry, codec: Codec, *, on_gpu: bool, frees_anchors: bool = False
+) -> PageBytes:
+    """Return the bytes of a page. on_gpu: a host store holds residuals in the codec's form.
+    frees_anchors: packed residuals take the anchors along that the KV cache may free."""
     records = geometry.num_layers * geometry.num_kv_heads
     packed = codec.packed if on_gpu else None
+    anchor = records * codec.anchor_bytes
     return PageBytes(
         plain=geometry.plain_page_bytes,
-        anchor=records * codec.anchor_bytes,
+        anchor=anchor,
         residual=records * codec.residual_bytes,
         packed=(
             None
             if packed is None
             else stored_page_bytes(records, packed.record_bytes, packed.raw_v_bytes)
+            + frees_anchors * anchor
         ),
     )
 

@@ -26,7 +26,9 @@ def with_residual_form(
     if not on_gpu:
         chosen = Choice("raw", "a CPU takes longer to pack than fewer bytes save")
     elif not can_pack_residuals(config):
-        chosen = Choice("raw", "packing needs the 4-bit uniform4 anchors of every page")
+        chosen = Choice("raw", "packing needs uniform4 anchors of 4 bits")
+    elif config.frees_anchors:
+        chosen = Choice("raw", "no forecast knows packed residuals beside freed anchors")
     elif config.keeps_prefixes or is_split_over_servers(config, Server(fields, memory_gib=0)):
         chosen = Choice("raw", "prefix tiers and transfers share pages of one form")
     else:

@@ -242,6 +242,8 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     if config.codec == "turboquant":
         # Its kernels ran on a GPU, a server with them did not.
         activation.check_untested("--kvspec-codec turboquant", "uniform4, log4")
+    if config.exact_residual == "packed" and config.frees_anchors:
+        activation.check_untested("--kvspec-exact-residual packed with keep_anchors=false", "raw")
     deterministic = bool(kwargs.get("enable_deterministic_inference"))
     if config.target_attention is not None:
         load_target_attention(config, deterministic=deterministic)

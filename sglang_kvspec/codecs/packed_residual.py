@@ -77,6 +77,19 @@ class PackedResidual:
         """Bytes of V of a record that does not fit."""
         return self.layout.raw_nbytes
 
+    def anchors_of(self, residual: torch.Tensor) -> torch.Tensor:
+        """Return the anchors [N, num_kv_heads, anchor_bytes] of raw residuals [N, num_kv_heads,
+        residual_bytes], contiguous, encoded anew on their device. Do not wait for the device."""
+        if residual.is_cuda:
+            return self._anchors_by_kernel(residual)
+        anchors = self.anchor_layout.empty_records(residual.shape[:2], residual.device)
+        for some in self._at_once(residual):
+            k, v = exact.decode(residual[some], self.raw_layout)
+            anchors[some], _ = reference_of(self.settings).encode(
+                k, v, self.settings, self.anchor_layout
+            )
+        return anchors
+
     def pack(self, anchor: torch.Tensor, residual: torch.Tensor) -> PackedRecords:
         """Pack raw residuals [N, num_kv_heads, residual_bytes] of pages whose anchors are `anchor`
         [N, num_kv_heads, anchor_bytes], on their device."""
@@ -165,6 +178,20 @@ class PackedResidual:
         from kvspec_kernels.ops.packed_exact import Unpacker
 
         return Unpacker(raw, anchors, self.anchor_layout, self.layout)
+
+    def _anchors_by_kernel(self, residual: torch.Tensor) -> torch.Tensor:
+        # Late import, as below.
+        from kvspec_kernels.ops.encode import encode_pages
+
+        sizes = (self.layout.page_size, self.layout.head_dim)
+        parts = torch.unflatten(residual.view(self.layout.dtype), -1, (2, *sizes))
+        k, v = (part.transpose(1, 2) for part in parts.unbind(2))
+        anchors = self.anchor_layout.empty_records(residual.shape[:2], residual.device)
+        index = torch.arange(len(residual), dtype=torch.int32, device=residual.device)
+        # The kernel copies raw bits, here to where they are.
+        places = (anchors, index, residual, index)
+        encode_pages(k, v, index, *places, self.settings, "exact")
+        return anchors
 
     def _pack_by_kernel(
         self, anchor: torch.Tensor, residual: torch.Tensor

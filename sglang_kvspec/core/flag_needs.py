@@ -120,13 +120,9 @@ def verifies_without_freed_anchors(config: Settings) -> bool:
     return not config.frees_anchors or has_exact_target(config)
 
 
-def keeps_all_anchors(config: Settings) -> bool:
-    return not config.frees_anchors
-
-
 def can_pack_residuals(config: Settings) -> bool:
     """Return True if anchors tell what packed residuals leave out."""
-    return has_exact_target(config) and has_uniform_anchors(config) and keeps_all_anchors(config)
+    return has_exact_target(config) and has_uniform_anchors(config)
 
 
 def stores_no_freed_anchors(config: Settings) -> bool:

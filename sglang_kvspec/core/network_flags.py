@@ -17,7 +17,6 @@ from sglang_kvspec.core.flag_needs import (
     has_exact_target,
     has_uniform_anchors,
     holds_residuals_elsewhere,
-    keeps_all_anchors,
 )
 
 Transfer = Literal["split", "full", "int8", "int4", "cachegen"]
@@ -116,11 +115,6 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
             Need(
                 _unless_auto(has_uniform_anchors),
                 "{flag} {value} needs --kvspec-codec uniform4 with --kvspec-anchor-bits 4",
-            ),
-            Need(
-                _unless_auto(keeps_all_anchors),
-                "{flag} {value} needs the anchors of all pages, of which --kvspec-compressor "
-                "{config.compressor} frees some (allowed: keep_anchors=true)",
             ),
         ),
         server_needs=(

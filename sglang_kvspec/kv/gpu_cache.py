@@ -69,8 +69,9 @@ class GpuKVCache(PagedKVCache):
         parts = (geometry, plan, codec.residual_bytes, device)
         self._offloaded: OffloadedResidualCache | None = None
         if plan.host_pages:
+            anchors = None if plan.pages_without_anchors else lambda: self.anchors
             self._offloaded = OffloadedResidualCache(
-                *parts, copy_streams, packed=codec.packed, anchors=lambda: self.anchors
+                *parts, copy_streams, packed=codec.packed, anchors=anchors
             )
         super().__init__(
             geometry,

@@ -44,11 +44,12 @@ class OffloadedResidualCache:
         copy_streams: CopyStreams,
         *,
         packed: PackedResidual | None,
-        anchors: Callable[[], RecordPool],
+        anchors: Callable[[], RecordPool] | None,
     ) -> None:
         """plan: with a host store. packed: form of residuals in the store, None for raw ones.
-        anchors: returns the pool of anchors, by page, which a packed store reads. Raises
-        ConfigError when the store cannot be allocated or pinned."""
+        anchors: returns the pool of anchors, by page, which a packed store reads; None if it lacks
+        some, so that the store has its own. Raises ConfigError when the store cannot be allocated
+        or pinned."""
         assert plan.host_pages, "offloading needs a plan with a host store"
         # Only the CPU reads and changes this table. Kernels read a copy, `slots_on_device`.
         self._pages = ResidualPages(plan, torch.device("cpu"))

@@ -9,21 +9,23 @@ cache slot: until then the page is *doubtful*.
 
 Packed records come into one of two buffers while the records of the other one are unpacked, also
 those of the fetch before, so that the link does not wait for kernels.
+
+Pages are packed with their anchors: those of the KV cache, or of rows beside the packed records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from math import prod
 from typing import TypeVar
 
 import torch
 
-from sglang_kvspec.codecs.packed_residual import PackedResidual, Unpack
+from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.kv.copy_streams import CopyStream, Event
+from sglang_kvspec.kv.packed_anchors import PackedAnchors, PooledAnchors, StoredAnchors
 from sglang_kvspec.kv.packed_pages import PackedPages
 from sglang_kvspec.kv.record_pool import RecordPool
 from sglang_kvspec.kv.transfers import send_into, sent_together, to_device
@@ -38,15 +40,16 @@ AT_ONCE_BYTES = 64 << 20
 def work_bytes(raw_page_bytes: int) -> int:
     """Return the device memory that this takes: in each of two streams raw residuals, their anchors
     and packed records, and V of those that do not fit, together less than 2.6 times AT_ONCE_BYTES
-    or a page; and in the stream of fetches two buffers and V, together less than 2 times."""
+    or a page; and in the stream of fetches two buffers, which may have anchors, and V, together
+    less than 2 times."""
     return 8 * max(AT_ONCE_BYTES, raw_page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """Pages on their way to the cache, on the device. slots, pages, numbers: [N] int64, the last
-    from 0 on. ranks: [N, num_layers, num_kv_heads] int32, the row of raw_v of each record that does
-    not fit, counted from 1."""
+    """Pages on their way to the cache, on the device. slots, pages: [N] int64. numbers: int64 from
+    0 on, of as many pages as come at once. ranks: [N, num_layers, num_kv_heads] int32, the row of
+    raw_v of each record that does not fit, counted from 1."""
 
     slots: torch.Tensor
     pages: torch.Tensor
@@ -61,7 +64,7 @@ class PackedStore:
     def __init__(
         self,
         cache: RecordPool,
-        anchors: Callable[[], RecordPool],
+        anchors: Callable[[], RecordPool] | None,
         packed: PackedResidual,
         num_rows: int,
         link: CopyStream,
@@ -69,9 +72,10 @@ class PackedStore:
         pinned: bool,
     ) -> None:
         """cache: by page. anchors: returns the pool of all pages' anchors, which are there when a
-        page is written or read. num_rows: row 0 and one for each page. link: a stream of its own,
+        page is written or read; None if the KV cache lacks some: anchors then take rows of their
+        own. num_rows: row 0 and one for each page. link: a stream of its own,
         for copies to the device."""
-        self._cache, self._anchors, self._packed = cache, anchors, packed
+        self._cache, self._packed = cache, packed
         layers, heads = cache.page_shape[:2]
         self._num_records = layers * heads
         self._num_spare = spare_rows(self._num_records)
@@ -88,6 +92,11 @@ class PackedStore:
             max(1, min(AT_ONCE_BYTES // raw.nbytes, num_rows))
             for raw in (cache.page(0), cache.layer(0)[0])
         )
+        self._anchors: PackedAnchors
+        if anchors is not None:
+            self._anchors = PooledAnchors(anchors, packed, cache)
+        else:
+            self._anchors = StoredAnchors(packed, cache, num_rows, self._most_pages, pinned=pinned)
         page = self._records.page(0)
         buffer_bytes = max(self._most_pages * page.nbytes, self._most_layers * page[0].nbytes)
         self._link = link
@@ -108,8 +117,8 @@ class PackedStore:
 
     def link_bytes(self, pages: Sequence[int]) -> int:
         num_unfit = sum(map(self._num_unfit, pages))
-        packed = len(pages) * self._num_records * self._packed.record_bytes
-        return packed + num_unfit * self._packed.raw_v_bytes
+        of_page = self._num_records * self._packed.record_bytes + self._anchors.page_bytes
+        return len(pages) * of_page + num_unfit * self._packed.raw_v_bytes
 
     # To the store
 
@@ -120,20 +129,21 @@ class PackedStore:
 
     def _put(self, stream: CopyStream, pages: Sequence[int], slots: Sequence[int]) -> None:
         with stream.current():
-            parts = self._pack(pages, self._cache.read_pages(self._index(slots)))
+            raw = self._cache.read_pages(self._index(slots))
+            anchors = self._anchors.of(pages, raw)
+            parts = self._pack(anchors, raw)
         for pool, part in zip((self._records, self._spare), parts, strict=True):
             stream.copy_pages(pool.pages, pages, part, range(len(pages)))
+        self._anchors.put(stream, pages, anchors)
 
-    def _pack(self, pages: Sequence[int], raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows of both pools for raw residuals on the device."""
-        records, fits = self._packed.pack_records(
-            self._anchors_of(pages).flatten(1, 2), raw.flatten(1, 2)
-        )
+    def _pack(self, anchors: torch.Tensor, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows of both pools for anchors and raw residuals of pages on the device."""
+        records, fits = self._packed.pack_records(anchors.flatten(1, 2), raw.flatten(1, 2))
         # The first records that do not fit, in their order. Behind them, any others.
         first = fits.to(torch.uint8).argsort(dim=1, stable=True)[:, : self._num_spare]
-        page = torch.arange(len(pages), device=first.device)[:, None]
+        page = torch.arange(len(raw), device=first.device)[:, None]
         spare = self._packed.v_of(raw.flatten(1, 2))[page, first]
-        return records.view(len(pages), *self._records.page_shape), spare[:, None]
+        return records.view(len(raw), *self._records.page_shape), spare[:, None]
 
     def doubtful(self, pages: Iterable[int]) -> list[int]:
         return [page for page in pages if page in self._doubtful]
@@ -172,18 +182,21 @@ class PackedStore:
         self._more_v.pop(page, None)
 
     def write(self, pages: Sequence[int], records: torch.Tensor) -> None:
+        self._check_landing()
         for some in self._at_once(range(len(pages))):
             part, ids = records[some[0] : some[-1] + 1], [pages[i] for i in some]
-            rows = self._pack(ids, to_device(self._device, part))
+            raw = to_device(self._device, part)
+            rows = self._pack(self._anchors.of(ids, raw), raw)
             for pool, row in zip((self._records, self._spare), rows, strict=True):
                 pool.write_pages(torch.tensor(ids), row.cpu())
-            for page, unfit, raw in zip(ids, self._unfit_in(ids), part, strict=True):
+            for page, unfit, residual in zip(ids, self._unfit_in(ids), part, strict=True):
                 self.forget(page)
                 if more := self._note_unfit(page, unfit):
-                    self._more_v[page] = self._v_in(raw, more)
+                    self._more_v[page] = self._v_in(residual, more)
 
     def write_packed(self, pages: Sequence[int], packed: torch.Tensor, raw_v: torch.Tensor) -> None:
         """Store pages in the packed form. packed, raw_v: as in PackedPages, records and raw_v."""
+        self._check_landing()
         self._records.write_pages(torch.tensor(pages, dtype=torch.int64), packed)
         found = self._unfit_in(pages)
         counts = list(map(len, found))
@@ -213,13 +226,14 @@ class PackedStore:
             ids = pages[some]
             records = self._next_buffer((len(ids), *self._records.page_shape))
             self._link.copy_pages(records, range(len(ids)), self._records.pages, ids)
+            self._anchors.bring(self._link, self._buffer, ids)
             self._unpack(stream, fetch, some, records)
 
     def get_by_layer(
         self, stream: CopyStream, slots: Sequence[int], pages: Sequence[int]
     ) -> Iterator[None]:
         num_layers, step = self._cache.num_layers, self._most_layers
-        if self._has_much_v(pages):
+        if self._has_much_v(pages) or not self._anchors.comes_by_layer:
             self.get(stream, slots, pages)
             yield from (None for _ in range(num_layers))
             return
@@ -248,7 +262,7 @@ class PackedStore:
         numbers = (
             *(torch.tensor(ids, dtype=torch.int64) for ids in (slots, pages, places)),
             *(torch.tensor(ids, dtype=torch.int64) for ids in (sources, targets)),
-            torch.arange(min(self._most_layers, len(pages))),
+            torch.arange(min(max(self._most_pages, self._most_layers), len(pages))),
             torch.arange(1, len(places) + 1, dtype=torch.int32),
         )
         shape = (len(places), self._packed.raw_v_bytes)
@@ -302,20 +316,16 @@ class PackedStore:
         last, into the cache."""
         stream.wait(self._link.mark())
         with stream.current():
-            self._unpack_into_cache(
+            pages = fetch.pages[some]
+            self._anchors.unpack(self._buffer)(
                 fetch.slots[some],
-                fetch.pages[some],
+                self._anchors.rows(pages, fetch.numbers[: len(pages)]),
                 records,
                 fetch.raw_v,
                 fetch.ranks[some],
                 first_layer,
             )
         self._unpacked[self._buffer] = stream.mark()
-
-    @cached_property
-    def _unpack_into_cache(self) -> Unpack:
-        # Late: the anchors' pool is made after this store.
-        return self._packed.unpacker(self._cache.by_slot, self._anchors().by_slot)
 
     def _has_much_v(self, pages: Sequence[int]) -> bool:
         """Return True if V of the records that do not fit takes more memory than is kept for V on
@@ -330,7 +340,7 @@ class PackedStore:
                 to_device(self._device, part) for part in (packed.records, packed.raw_v)
             )
             raw = self._packed.unpack(
-                self._anchors_of(some).flatten(1, 2), records.flatten(1, 2), raw_v
+                self._anchors.read(some).flatten(1, 2), records.flatten(1, 2), raw_v
             )
             parts.append(raw.view(len(some), *self._cache.page_shape).cpu())
             # The next pages need this memory.
@@ -351,6 +361,9 @@ class PackedStore:
 
     # Helpers
 
+    def _check_landing(self) -> None:
+        assert not self._anchors.page_bytes, "pages land only where the KV cache has all anchors"
+
     def _num_unfit(self, page: int) -> int:
         return len(self._unfit.get(page, ()))
 
@@ -368,10 +381,6 @@ class PackedStore:
         left = iter(items)
         while some := tuple(islice(left, self._most_pages)):
             yield some
-
-    def _anchors_of(self, pages: Sequence[int]) -> torch.Tensor:
-        """Return anchors of pages, [N, num_layers, num_kv_heads, anchor_bytes]."""
-        return self._anchors().read_pages(self._index(pages))
 
     def _index(self, numbers: Sequence[int]) -> torch.Tensor:
         return to_device(self._device, torch.tensor(numbers, dtype=torch.int64))

@@ -28,9 +28,10 @@ Outcome = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Rig:
-    """A cache of 3 slots, and a store of 4 settled pages. content: raw residuals of each page."""
+    """A cache of 3 slots, and a store of 4 settled pages. content: raw residuals of each page.
+    frees: the store has anchors of its own."""
 
-    def __init__(self, deaf: str | None = None) -> None:
+    def __init__(self, deaf: str | None = None, *, frees: bool = False) -> None:
         streams, link = make_copy_streams(DEVICE), make_copy_stream(DEVICE)
         parts = {name: getattr(streams, name) for name in ("main", "to_host", "to_device")}
         parts["link"] = link
@@ -52,8 +53,9 @@ class Rig:
         self.cache = RecordPool(
             LAYERS, NUM_SLOTS, HEADS, codec.residual_bytes, DEVICE, by_page=True
         )
+        pool = None if frees else lambda: anchors
         store = PackedStore(
-            self.cache, lambda: anchors, codec.packed, NUM_PAGES, parts.pop("link"), pinned=True
+            self.cache, pool, codec.packed, NUM_PAGES, parts.pop("link"), pinned=True
         )
         self.copies = HostCopies(store, CopyStreams(**parts))
         self.content: list[torch.Tensor] = []
@@ -116,19 +118,24 @@ def wrong(outcome: Outcome) -> list[int]:
     return [index for index, pair in enumerate(outcome) if not torch.equal(*pair)]
 
 
+BOTH = pytest.mark.parametrize("frees", [False, True], ids=["pooled", "stored"])
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("act", "waiting"), FENCES, ids=lambda part: getattr(part, "__name__", str(part))
 )
-def test_a_fence(act: Callable[[Rig], Outcome], waiting: str) -> None:
+def test_a_fence(act: Callable[[Rig], Outcome], waiting: str, frees: bool) -> None:
     """Check that a fence holds, and that the contents are wrong without it."""
     # Compile first: a compilation would outlast the spin.
-    act(Rig())
-    assert wrong(act(Rig())) == []
-    assert wrong(act(Rig(deaf=waiting))) != []
+    act(Rig(frees=frees))
+    assert wrong(act(Rig(frees=frees))) == []
+    assert wrong(act(Rig(deaf=waiting, frees=frees))) != []
 
 
-def test_the_cpu_waits_for_nothing() -> None:
-    rig = Rig()
+@BOTH
+def test_the_cpu_waits_for_nothing(frees: bool) -> None:
+    rig = Rig(frees=frees)
     # The first calls compile, and allocate buffers.
     for _ in range(2):
         rig.copies.main_waits([rig.copies.fetch([(3, 0), (2, 1)])])

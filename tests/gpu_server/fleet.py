@@ -50,7 +50,7 @@ PAGES = ("--kvspec-draft-view=pages", "--kvspec-draft-budget=0.1")
 ALWAYS_DRAFTS = "--kvspec-draft-len=12"
 # More than the residuals of any large pool. A store takes what the pool needs.
 HOSTED = "--kvspec-host-gb=8"
-# Rotated anchors, which no GPU server has drafted from yet.
+# Rotated anchors.
 TURBOQUANT = ("--kvspec-codec=turboquant", "--kvspec-anchor-bits=4")
 INT8 = "--kvspec-target=int8"
 INT4_WEIGHTS = "--kvspec-draft-weights=int4"
@@ -65,7 +65,8 @@ REPEATS = ("--kvspec-compressor=kvzip", "--kvspec-draft-budget=0.1")
 # Residuals in host memory, in tiers and on links hold only what anchors do not tell. This needs KV
 # of 16 bits.
 PACKED = ("--kvspec-exact-residual=packed", HOSTED)
-ONLY_ON_GPU = ("packed hosted", "kept packed", "packed pair")
+ONLY_ON_GPU = ("packed hosted", "kept packed", "packed pair", "freed packed")
+# What no GPU server has run yet.
 UNTESTED = {"SGLANG_KVSPEC_UNTESTED": "1"}
 UNEVEN_SCORES = ("--kvspec-compressor=random:heads=model", "--kvspec-draft-budget=0.3")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")
@@ -241,6 +242,10 @@ class Fleet:
             "freed": Spec((*FREED, ALWAYS_DRAFTS, "--chunked-prefill-size=256")),
             "freed hosted": Spec(
                 (*FREED, ALWAYS_DRAFTS, HOSTED), environment={**small_cache, **RETRACT}
+            ),
+            "freed packed": Spec(
+                (*FREED, *PACKED, ALWAYS_DRAFTS),
+                environment={**small_cache, **RETRACT, **UNTESTED},
             ),
             "log4": Spec(("--kvspec-codec=log4", *PAGES)),
             "turboquant": Spec((*TURBOQUANT, ALWAYS_DRAFTS, *PAGES), environment=UNTESTED),

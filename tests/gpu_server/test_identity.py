@@ -15,6 +15,7 @@ lossless = pytest.mark.servers(
     *("exact", "pages", "int4 weights", "ngram", "ngram int4", "log4", "turboquant"),
     *("small chunks", "crowded"),
     *("hosted", "packed hosted", "scores", "uneven scores", "repeats", "freed", "freed hosted"),
+    "freed packed",
 )
 
 
@@ -114,7 +115,7 @@ def test_drafts_read_a_share_of_the_pages(server: LiveServer, prompts: list[list
     assert reads["selection_ms"] > 0
 
 
-@pytest.mark.servers("freed", "freed hosted")
+@pytest.mark.servers("freed", "freed hosted", "freed packed")
 def test_anchors_that_drafts_do_not_read_are_freed(
     server: LiveServer, prompts: list[list[int]], new_tokens: int, expected: Answers, same: Same
 ) -> None:
@@ -128,7 +129,7 @@ def test_anchors_that_drafts_do_not_read_are_freed(
     assert report["counters"]["accepted"] > 0
 
 
-@pytest.mark.servers("scores", "uneven scores", "repeats", "freed", "freed hosted")
+@pytest.mark.servers("scores", "uneven scores", "repeats", "freed", "freed hosted", "freed packed")
 def test_drafts_read_the_pages_that_a_compressor_keeps(
     server: LiveServer, prompts: list[list[int]]
 ) -> None:
@@ -199,6 +200,14 @@ def test_residuals_are_packed_in_host_memory(server: LiveServer) -> None:
     pools = server.report()["pools"]
     assert pools["residual_store_form"] == "packed"
     assert pools["bytes_per_token_stored"] < 0.6 * pools["bytes_per_token_residual"]
+
+
+@pytest.mark.servers("freed packed")
+def test_packed_residuals_take_anchors_along(server: LiveServer) -> None:
+    pools = server.report()["pools"]
+    assert pools["residual_store_form"] == "packed"
+    share = pools["bytes_per_token_stored"] / pools["bytes_per_token_residual"]
+    assert 0.6 < share < 0.85
 
 
 @pytest.mark.servers("hosted", "packed hosted")

@@ -139,21 +139,41 @@ def test_a_gpu_packs_residuals_wherever_they_are_outside_of_its_memory(
         check_gpu_flags(KVSpecConfig(exact_residual=form, **options), arguments)
 
 
-def test_rotated_anchors_are_tried_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+FREED = {"compressor": "snapkv:keep_anchors=false", "draft_budget": 0.1, "host_gb": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "flag", "allowed"),
+    [
+        ({"codec": "turboquant"}, "--kvspec-codec turboquant", "uniform4, log4"),
+        (
+            {"exact_residual": "packed", **FREED},
+            "--kvspec-exact-residual packed with keep_anchors=false",
+            "raw",
+        ),
+    ],
+)
+def test_what_no_gpu_server_has_run_is_tried_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    flag: str,
+    allowed: str,
 ) -> None:
     show_gpus(monkeypatch, (9, 0))
     monkeypatch.delenv(UNTESTED_NAME, raising=False)
-    config = KVSpecConfig(codec="turboquant")
+    config = KVSpecConfig(**options)
     with pytest.raises(UnsupportedError) as caught:
         check_gpu_flags(config, {})
     assert str(caught.value) == (
-        "--kvspec-codec turboquant was not tested on a GPU and serves on a CPU only (allowed on a "
-        "GPU: uniform4, log4): use that, or set SGLANG_KVSPEC_UNTESTED=1 to try this one"
+        f"{flag} was not tested on a GPU and serves on a CPU only (allowed on a GPU: {allowed}): "
+        "use that, or set SGLANG_KVSPEC_UNTESTED=1 to try this one"
     )
+    for form in ("raw", "auto"):
+        check_gpu_flags(KVSpecConfig(exact_residual=form, **FREED), {})
     monkeypatch.setenv(UNTESTED_NAME, "1")
     check_gpu_flags(config, {})
-    assert "--kvspec-codec turboquant was not tested on a GPU" in caplog.text
+    assert f"{flag} was not tested on a GPU" in caplog.text
 
 
 def test_cuda_kernels_are_asked_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

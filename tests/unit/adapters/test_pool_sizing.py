@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_kvspec.adapters import pool_sizing
+from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.config import KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.kv.geometry import KVGeometry
@@ -17,6 +18,21 @@ from sglang_kvspec.planning.capacity import PageBytes, pages_of_one_request, win
 
 GIB = 2**30
 PAGE = PageBytes(plain=8 * 2**20, anchor=2 * 2**20, residual=8 * 2**20)
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_a_packed_page_takes_its_anchors_along_where_they_may_be_freed(frees):
+    sizes = {"page_size": 64, "head_dim": 128, "dtype": torch.bfloat16}
+    codec = make_codec("uniform4", target="exact", packs=True, **sizes)
+    page = pool_sizing.page_bytes_of(
+        KVGeometry(32, 8, 128, 64, torch.bfloat16), codec, on_gpu=True, frees_anchors=frees
+    )
+    assert page.stored == 4_485_120 + frees * page.anchor
+    raw = replace(codec, packs=False)
+    for is_so in (False, True):
+        geometry = KVGeometry(32, 8, 128, 64, torch.bfloat16)
+        same = pool_sizing.page_bytes_of(geometry, raw, on_gpu=True, frees_anchors=is_so)
+        assert same.stored == same.residual
 
 
 @pytest.fixture

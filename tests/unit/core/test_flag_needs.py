@@ -135,11 +135,6 @@ LACKING: list[tuple[Options, str]] = [
         {"exact_residual": "packed", "anchor_bits": 2},
         "--kvspec-exact-residual packed needs --kvspec-codec uniform4 with --kvspec-anchor-bits 4",
     ),
-    (
-        {"exact_residual": "packed", "compressor": "snapkv:keep_anchors=false"},
-        "--kvspec-exact-residual packed needs the anchors of all pages, of which "
-        "--kvspec-compressor snapkv:keep_anchors=false frees some (allowed: keep_anchors=true)",
-    ),
 ]
 
 PREFILL = {"disaggregation_mode": "prefill"}

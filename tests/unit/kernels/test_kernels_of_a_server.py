@@ -10,6 +10,7 @@ import torch
 from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.jit import cuda_encode
 from kvspec_kernels.ops.cuda_coverage import uncovered
+from kvspec_testkit.kernels.encoding import make_pages
 from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.kv.geometry import KVGeometry
 from sglang_kvspec.kv.gpu_cache import GpuKVCache, RecordSlots
@@ -50,6 +51,25 @@ OPERATIONS = {
     "draft": lambda kv: AnchorStep(kv, 4, DraftRows(2, 4, 8, SIZE, CPU), 2),
     "step": lambda kv: RecordStep(kv, 4, DraftRows(2, 4, 8, SIZE, CPU), 2),
 }
+
+
+@pytest.mark.parametrize(("page_size", "heads", "head_dim"), [(64, 2, 64), (32, 1, 96)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_anchors_of_raw_residuals_are_those_of_the_pages(page_size, heads, head_dim, dtype, device):
+    codec = make_codec(
+        "uniform4",
+        target="exact",
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=dtype,
+        packs=True,
+    )
+    k, v = make_pages(3, page_size, heads, head_dim, dtype)
+    wanted = codec.encode(k, v)
+    raw = wanted.residual.to(device)
+    assert torch.equal(codec.packed._anchors_by_kernel(raw).cpu(), wanted.anchor)
+    assert torch.equal(raw.cpu(), wanted.residual), "raw residuals stay as they are"
+    assert torch.equal(codec.packed.anchors_of(wanted.residual), wanted.anchor)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -24,9 +24,10 @@ BF16 = torch.bfloat16
 
 
 class Hosted:
-    """A GpuKVCache of a few pages with a packed store. `content`: raw residuals of its pages."""
+    """A GpuKVCache of a few pages with a packed store. `content`: raw residuals of its pages.
+    frees: the cache has room for the anchors of two pages only."""
 
-    def __init__(self, make, cache_pages=4, num_pages=8, packs=True):
+    def __init__(self, make, cache_pages=4, num_pages=8, packs=True, frees=False):
         self.kv = make(
             store=True,
             encodes=True,
@@ -36,8 +37,12 @@ class Hosted:
             num_kv_heads=HEADS,
             num_pages=num_pages,
             cache_pages=cache_pages,
+            anchor_pages=2 if frees else None,
         )
         self.store = self.kv.residuals.store
+        codec = self.kv.codec
+        # Bytes that the link moves for a record that fits.
+        self.record_bytes = codec.packed.record_bytes + frees * codec.anchor_bytes if packs else 0
         self.content: dict[int, torch.Tensor] = {}
         self.rng = torch.Generator().manual_seed(1)
 
@@ -87,12 +92,14 @@ def hosted(make_device_kv):
 
 SPARE = spare_rows(RECORDS)
 by_layer = pytest.mark.parametrize("by_layer", [False, True], ids=["by page", "by layer"])
+frees = pytest.mark.parametrize("frees", [False, True], ids=["pooled", "stored"])
 
 
+@frees
 @by_layer
-def test_pages_come_back_bit_by_bit(hosted, by_layer):
+def test_pages_come_back_bit_by_bit(hosted, by_layer, frees):
     """None of their records fits at worst, and some need more V than their rows have."""
-    cache = hosted()
+    cache = hosted(frees=frees)
     assert SPARE == 2
     cache.encode(p3=0, p5=1, p1=SPARE)
     cache.encode(p7=SPARE + 1, p2=RECORDS)
@@ -104,35 +111,38 @@ def test_pages_come_back_bit_by_bit(hosted, by_layer):
     cache.kv.check_integrity()
 
 
+@frees
 @by_layer
-def test_pages_without_records_that_do_not_fit(hosted, by_layer):
-    cache = hosted()
+def test_pages_without_records_that_do_not_fit(hosted, by_layer, frees):
+    cache = hosted(frees=frees)
     cache.encode(p1=0, p2=0)
     cache.evict()
     cache.fetch(2, 1, by_layer=by_layer)
-    packed = cache.kv.codec.packed
-    assert cache.store.link_bytes([1, 2]) == 2 * RECORDS * packed.record_bytes
-    assert cache.kv.residuals.bytes_fetched == 2 * RECORDS * packed.record_bytes
+    moved = 2 * RECORDS * cache.record_bytes
+    assert cache.store.link_bytes([1, 2]) == moved
+    assert cache.kv.residuals.bytes_fetched == moved
 
 
-def test_the_link_moves_v_of_records_that_do_not_fit(hosted):
-    cache = hosted()
+@frees
+def test_the_link_moves_v_of_records_that_do_not_fit(hosted, frees):
+    cache = hosted(frees=frees)
     cache.encode(p4=SPARE + 2)
     cache.evict()
     packed = cache.kv.codec.packed
-    moved = RECORDS * packed.record_bytes + (SPARE + 2) * packed.raw_v_bytes
+    moved = RECORDS * cache.record_bytes + (SPARE + 2) * packed.raw_v_bytes
     assert cache.store.link_bytes([4]) == moved
     cache.fetch(4, by_layer=False)
     assert cache.kv.residuals.take_fetch_times()[0][0] == moved
 
 
-def test_a_store_takes_the_bytes_that_are_planned(hosted):
-    cache = hosted(num_pages=8)
+@frees
+def test_a_store_takes_the_bytes_that_are_planned(hosted, frees):
+    cache = hosted(num_pages=8, frees=frees)
     store, packed = cache.store, cache.kv.codec.packed
-    pools = (store._records, store._spare)
-    assert sum(pool.nbytes for pool in pools) == 9 * stored_page_bytes(
-        RECORDS, packed.record_bytes, packed.raw_v_bytes
-    )
+    pools = [store._records, store._spare, *([store._anchors] if frees else [])]
+    planned = stored_page_bytes(RECORDS, packed.record_bytes, packed.raw_v_bytes)
+    planned += frees * RECORDS * cache.kv.codec.anchor_bytes
+    assert sum(pool.nbytes for pool in pools) == 9 * planned
 
 
 @pytest.mark.parametrize("pages", [[], [2], [5, 1, 2, 4, 3]])
@@ -169,6 +179,26 @@ def write_packed(kv, other, pages):
     other.finish_encode(landing)
 
 
+def test_pages_do_not_land_where_anchors_are_freed(hosted):
+    cache, other = hosted(), hosted(frees=True)
+    cache.encode(p1=1)
+    packed = cache.kv.records.read_packed([1])
+    for write in (
+        lambda: other.store.write([1], cache.kv.residuals.read_pages([1])),
+        lambda: other.store.write_packed([1], packed.records, packed.raw_v),
+    ):
+        with pytest.raises(AssertionError, match="pages land only where the KV cache has all"):
+            write()
+
+
+def test_stored_anchors_are_those_that_drafts_read(hosted):
+    cache, pooled = hosted(cache_pages=8, frees=True), hosted(cache_pages=8)
+    for each in (cache, pooled):
+        each.encode(p1=RECORDS, p2=0, p3=1)
+    kept = cache.store._anchors.read([3, 1, 2])
+    assert torch.equal(kept, pooled.kv.records.read_anchors([3, 1, 2]))
+
+
 def test_the_packed_form_is_that_of_a_cache_without_a_store(hosted, make_device_kv):
     cache = hosted(cache_pages=8)
     cache.encode(p1=RECORDS, p2=0, p3=SPARE + 1)
@@ -195,8 +225,9 @@ def test_pages_of_foreign_bytes_raise_nothing(hosted):
     assert packed.v_of(read[1]).unique().tolist() == [0]
 
 
-def test_a_freed_page_leaves_nothing_behind(hosted):
-    cache = hosted()
+@frees
+def test_a_freed_page_leaves_nothing_behind(hosted, frees):
+    cache = hosted(frees=frees)
     cache.encode(p1=RECORDS, p2=1)
     cache.evict()
     cache.free(1, 2)
@@ -209,8 +240,9 @@ def test_a_freed_page_leaves_nothing_behind(hosted):
     cache.fetch(1, 2, by_layer=True)
 
 
-def test_a_page_that_is_freed_before_it_was_settled(hosted):
-    cache = hosted()
+@frees
+def test_a_page_that_is_freed_before_it_was_settled(hosted, frees):
+    cache = hosted(frees=frees)
     cache.encode(p1=RECORDS)
     assert cache.store.doubtful([1]) == [1]
     cache.free(1)
@@ -236,8 +268,9 @@ def test_what_a_row_has_no_room_for_must_be_taken_before_its_slot_goes(
         caches[1].fetch(1, by_layer=by_layer)
 
 
-def test_a_warm_up_leaves_nothing_behind(hosted):
-    cache = hosted()
+@frees
+def test_a_warm_up_leaves_nothing_behind(hosted, frees):
+    cache = hosted(frees=frees)
     cache.kv.warm_up()
     assert cache.store.num_unfit == 0
     assert cache.store.doubtful(range(9)) == []
@@ -280,15 +313,18 @@ class ClockedStream(SyncStream):
         self.known |= event.known
 
 
+@frees
 @by_layer
 @pytest.mark.parametrize("lost", [None, "stream", "link"])
-def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, by_layer, lost):
+def test_each_stream_waits_for_what_it_reads_or_overwrites(
+    hosted, monkeypatch, by_layer, lost, frees
+):
     """lost: a stream that does not wait, as a fault."""
     monkeypatch.setattr("sglang_kvspec.kv.packed_store.AT_ONCE_BYTES", 40_000)
-    cache = hosted()
+    cache = hosted(frees=frees)
     store, stream = cache.store, ClockedStream()
     link = store._link = ClockedStream()
-    unpack, buffer = store._unpack_into_cache, store._next_buffer
+    unpacker, buffer = store._anchors.unpack, store._next_buffer
     send = packed_store.sent_together
     # Times of `stream`: of its last sends, and of the last unpacking of each buffer.
     sent, unpacked, given = 0, {0: 0, 1: 0}, []
@@ -300,12 +336,13 @@ def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, 
         sent = stream.now
         return send(*args)
 
-    def unpack_what_is_there(*args):
+    def unpack_what_is_there(number, *args):
         assert ClockedStream.current_stream is stream, "is unpacked on another stream"
         assert stream.known[link] == link.now, "records are read before they are there"
+        assert number == given[-1], "anchors are read from the other buffer"
         stream.now += 1
-        unpacked[given[-1]] = stream.now
-        return unpack(*args)
+        unpacked[number] = stream.now
+        return unpacker(number)(*args)
 
     def buffer_that_was_unpacked(shape):
         found, number = buffer(shape), store._buffer
@@ -319,7 +356,9 @@ def test_each_stream_waits_for_what_it_reads_or_overwrites(hosted, monkeypatch, 
         assert link.known[stream] >= sent > 0, "what was not sent is read"
 
     link.before_rows = is_sent
-    monkeypatch.setattr(store, "_unpack_into_cache", unpack_what_is_there)
+    monkeypatch.setattr(
+        store._anchors, "unpack", lambda number: partial(unpack_what_is_there, number)
+    )
     monkeypatch.setattr(store, "_next_buffer", buffer_that_was_unpacked)
     monkeypatch.setattr(packed_store, "sent_together", send_on_the_stream)
     cache.encode(p1=0, p2=1)
@@ -378,10 +417,11 @@ def test_v_of_few_pages_is_on_its_way_at_once(hosted, monkeypatch):
     assert begun == [[1, 2], [3]]
 
 
+@frees
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
-def test_random_pages(hosted, monkeypatch, at_once):
+def test_random_pages(hosted, monkeypatch, at_once, frees):
     monkeypatch.setattr("sglang_kvspec.kv.packed_store.AT_ONCE_BYTES", at_once)
-    cache = hosted(cache_pages=5, num_pages=12)
+    cache = hosted(cache_pages=5, num_pages=12, frees=frees)
     rng = random.Random(at_once)
     free = list(range(1, 13))
     for _ in range(40):
