@@ -34,12 +34,14 @@ class ScoredPrompt:
 class PromptScores:
     """Scores of the prompts of one rank, on the CPU.
 
-    A cached prefix keeps the scores of the request that computed it, by page. A prompt that comes
-    in several chunks is known by the page of its last token so far. A freed page takes both along.
+    A cached prefix keeps the scores of the request that computed it, by page, for a scorer that
+    reads them. A prompt that comes in several chunks is known by the page of its last token so far.
+    A freed page takes both along.
     """
 
-    def __init__(self, geometry: KVGeometry) -> None:
-        self._geometry = geometry
+    def __init__(self, geometry: KVGeometry, *, by_page: bool = True) -> None:
+        """by_page: keep scores of cached prefixes, too, for a scorer that reads them."""
+        self._geometry, self._keeps_pages = geometry, by_page
         # [num_layers, num_kv_heads, page_size] by page; ALWAYS for tokens without a score.
         self._by_page: dict[int, torch.Tensor] = {}
         # Prompts between two chunks, by the page of their last token.
@@ -81,6 +83,8 @@ class PromptScores:
         """Return the scores [num_layers, num_kv_heads, num_tokens] of the tokens of pages."""
         geometry = self._geometry
         shape = (geometry.num_layers, geometry.num_kv_heads, geometry.page_size)
+        if not self._keeps_pages:
+            return torch.full((1, 1, 1), ALWAYS).expand(*shape[:2], num_tokens)
         unknown = torch.full(shape, ALWAYS)
         by_page = [self._by_page.get(page, unknown) for page in pages.tolist()]
         if not by_page:
@@ -93,6 +97,11 @@ class PromptScores:
         may be more pages."""
         size = self._geometry.page_size
         num_pages = -(-scores.shape[-1] // size)
+        self._prompts[int(pages[num_pages - 1])] = ScoredPrompt(
+            scores, pages[:num_pages], before.first_own, before.memory, self._num_prefills
+        )
+        if not self._keeps_pages:
+            return
         first = before.first_own // size
         # A cached prefix may be a hundred times as long as what is behind it.
         behind = scores[..., first * size :]
@@ -101,9 +110,6 @@ class PromptScores:
         # Without own tokens there are no pages, but one empty part.
         for page, of_page in zip(pages[first:num_pages].tolist(), own, strict=False):
             self._by_page[page] = of_page.clone()
-        self._prompts[int(pages[num_pages - 1])] = ScoredPrompt(
-            scores, pages[:num_pages], before.first_own, before.memory, self._num_prefills
-        )
 
     def on_pages_freed(self, pages: Iterable[int]) -> None:
         """Forget what is known of pages that SGLang freed."""

@@ -49,7 +49,7 @@ class TokenScorer:
         self._first_kv_head = first_kv_head
         self._timer = TotalTimer(kv.device)
         self._has_warned = False
-        self._prompts = PromptScores(kv.geometry)
+        self._prompts = PromptScores(kv.geometry, by_page=scorer.needs.earlier)
         self._rows: Sequence[Row] = ()
         # Present forward, by index of the row.
         self._before: dict[int, ScoredPrompt] = {}
@@ -122,12 +122,12 @@ class TokenScorer:
             return
         row, before = self._rows[index], self._before[index]
         is_repeat = row.kind is RowKind.REPEAT
-        known, memory = before.scores[layer].to(q.device), before.memory[layer]
+        known, memory = before.scores[layer], before.memory[layer]
         try:
             keys, values = context()
         except torch.OutOfMemoryError as error:
             self._warn_of(error)
-            scores = _unscored(known, len(q), memory)
+            scores = _unscored(known.to(q.device), len(q), memory)
         else:
             scores = self._ask(
                 LayerChunk(
@@ -139,7 +139,7 @@ class TokenScorer:
                     scale=scale,
                     keys=keys,
                     values=values,
-                    scores=known,
+                    scores=self._earlier(known, q.device),
                     memory=memory,
                     hidden=self._hidden_of(layer, index),
                     rotary=self._rotary,
@@ -213,7 +213,7 @@ class TokenScorer:
                 scale=scale,
                 keys=keys,
                 values=values,
-                scores=before[layer][:, : row.start],
+                scores=self._earlier(before[layer][:, : row.start], q.device),
                 memory=memory[layer],
                 rotary=self._rotary,
             )
@@ -225,6 +225,12 @@ class TokenScorer:
     @property
     def _page_size(self) -> int:
         return self._kv.geometry.page_size
+
+    def _earlier(self, scores: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return what the scorer is shown of scores of earlier tokens."""
+        if self._scorer.needs.earlier:
+            return scores.to(device)
+        return torch.full((1, 1), ALWAYS, device=device).expand(*scores.shape)
 
     def _ask(self, chunk: LayerChunk) -> torch.Tensor:
         """Return the scorer's scores. A scorer that fails on a chunk scores none of its tokens, so

@@ -29,11 +29,14 @@ class About(NamedTuple):
 class Needs(NamedTuple):
     """Inputs of a scorer beyond keys, values and queries, each at a cost.
 
+    earlier: the scores of tokens before the chunk. They are kept for each page of the KV cache. A
+    scorer that scores all tokens anew in every chunk sets it False.
     hidden: inputs of attention layers. rotary: the rotary position embedding. repeats: chunks in
     which the model reads the prompt a second time (KVzip, section 3). drafting: chunks of verified
     tokens, for a scorer that changes its scores while the request generates.
     """
 
+    earlier: bool = True
     hidden: bool = False
     rotary: bool = False
     repeats: bool = False
@@ -67,7 +70,7 @@ class LayerChunk:
     keys, values: [start + n, num_kv_heads, head_dim], at the target precision; on a GPU with the
     target int8, those of tokens before the chunk as drafts read them.
     scores: [num_kv_heads, start] float32 that score() returned last, ALWAYS for tokens that it has
-    not seen, such as a cached prefix.
+    not seen, such as a cached prefix, and for all unless Needs asks for them. Read-only.
     memory: what the scorer notes for later chunks of this request and layer; empty at first.
     hidden [n, hidden_size], rotary: as far as Needs asks for them; hidden is None for verified
     tokens.

@@ -36,7 +36,7 @@ class DuoAttention:
         "all tokens for retrieval heads; the first and the newest for all others",
         "none; calibration once a model",
     )
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(earlier=False)
     allocation: ClassVar[Allocation] = "head"
     keeps_whole_heads: ClassVar[bool] = True
 

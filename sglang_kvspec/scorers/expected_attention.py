@@ -34,7 +34,7 @@ class ExpectedAttention:
         "tokens that queries like those of the prompt would attend to",
         "means and covariances of queries; a product with a head_dim^2 matrix for each query head",
     )
-    needs: ClassVar[Needs] = Needs(rotary=True)
+    needs: ClassVar[Needs] = Needs(earlier=False, rotary=True)
     allocation: ClassVar[Allocation] = "head"
 
     future: int = 512

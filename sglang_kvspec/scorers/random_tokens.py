@@ -19,7 +19,7 @@ class RandomTokens:
     """Scorer by a hash of seed, layer, KV head and position, so that chunks and ranks agree."""
 
     about: ClassVar[About] = About("none: the control", "random tokens", "none")
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(earlier=False)
     allocation: ClassVar[Allocation] = "head"
 
     seed: int = 0

@@ -30,7 +30,7 @@ class SnapKV:
         "tokens that a prompt's last queries attend to, and their neighbours",
         "attention of the last queries, once a chunk",
     )
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(earlier=False)
     allocation: ClassVar[Allocation] = "head"
 
     window: int = 32

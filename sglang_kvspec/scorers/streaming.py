@@ -25,7 +25,7 @@ class StreamingLLM:
         "the first tokens and the newest",
         "none",
     )
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Needs] = Needs(earlier=False)
     allocation: ClassVar[Allocation] = "head"
 
     sinks: int = 4

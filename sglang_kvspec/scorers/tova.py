@@ -26,7 +26,7 @@ class TOVA:
         "tokens that the newest query attends to",
         "attention of one query, after each chunk and each verification",
     )
-    needs: ClassVar[Needs] = Needs(drafting=True)
+    needs: ClassVar[Needs] = Needs(earlier=False, drafting=True)
     allocation: ClassVar[Allocation] = "head"
 
     def score(self, chunk: LayerChunk) -> torch.Tensor:

@@ -67,6 +67,13 @@ class Remembering(Watching):
         return super().score(chunk)
 
 
+@dataclass(frozen=True)
+class Forgetting(Remembering):
+    """Score all tokens anew in every chunk."""
+
+    needs: ClassVar[Needs] = Needs(earlier=False)
+
+
 def driver_of(attention_lab, kv, scorer):
     """Return a Driver of a GPU cache whose prefills are shown to a scorer, and the scorer's
     TokenScorer."""
@@ -164,6 +171,29 @@ def test_memory_of_a_prompt_that_is_not_continued_ends(attention_lab, kv, num_ot
     assert torch.equal(scores, long.v[0, :40, :, 0].T.float()), "scores of pages are kept"
 
 
+@pytest.mark.parametrize("scorer", [Remembering(), Forgetting()], ids=["kept", "anew"])
+def test_scores_of_cached_prefixes_are_kept_for_those_who_read_them(attention_lab, kv, scorer):
+    driver, scored = driver_of(attention_lab, kv, scorer)
+    story = attention_lab.Story(kv, PAGES, 100)
+    driver.prefill(story, [0, 40, 70])
+    scored.score([(0, new_state(70), story.pages)])
+    # Another request over the two full pages.
+    driver.prefill(story, [64, 100])
+    state = new_state(100)
+    scored.score([(0, state, story.pages)])
+    wanted = story.v[:, :100, :, 0].transpose(1, 2).float()
+    assert torch.equal(state.token_scores.scores, wanted)
+    by_chunk = zip(*[iter(scorer.found)] * LAYERS, strict=True)
+    for start, chunks in zip((0, 40, 64), by_chunk, strict=True):
+        for layer, (_, found) in enumerate(chunks):
+            assert found.shape == (KV_HEADS, start)
+            if scorer.needs.earlier:
+                assert torch.equal(found, wanted[layer, :, :start])
+            else:
+                assert (found == ALWAYS).all()
+    assert bool(scored._prompts._by_page) == scorer.needs.earlier
+
+
 def test_prefills_leave_no_marks_of_time(attention_lab, kv):
     """Nothing else collects them while all requests end at the prefill."""
     driver, scored = driver_of(attention_lab, kv, Watching())
@@ -172,11 +202,12 @@ def test_prefills_leave_no_marks_of_time(attention_lab, kv):
     assert scored.selection_s > 0
 
 
-def test_a_gpu_without_room_for_earlier_tokens_goes_on(attention_lab, kv, monkeypatch):
+@pytest.mark.parametrize("kind", [Watching, Forgetting])
+def test_a_gpu_without_room_for_earlier_tokens_goes_on(attention_lab, kv, monkeypatch, kind):
     def raise_error(*args):
         raise torch.OutOfMemoryError
 
-    scorer = Watching()
+    scorer = kind()
     driver, scored = driver_of(attention_lab, kv, scorer)
     story = attention_lab.Story(kv, PAGES, 70)
     driver.prefill(story, [0, 40])

@@ -98,7 +98,7 @@ class Layer:
                 self.scale,
                 self.keys[:end],
                 self.values[:end],
-                scores,
+                scores if scorer.needs.earlier else torch.full((1, 1), ALWAYS).expand(scores.shape),
                 memory,
                 self.hidden[start:end] if scorer.needs.hidden else None,
                 self.rotary if scorer.needs.rotary else None,
