@@ -288,6 +288,7 @@ def page_bytes_of(
             else stored_page_bytes(records, packed.record_bytes, packed.raw_v_bytes)
             + frees_anchors * anchor
         ),
+        takes_anchors=packed is not None and frees_anchors,
     )
 
 

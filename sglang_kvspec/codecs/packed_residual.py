@@ -11,6 +11,7 @@ import torch
 from kvspec_kernels.codecs import CodecSpec
 from kvspec_kernels.codecs.uniform4 import Uniform4Settings
 from kvspec_kernels.formats import FormatError, RecordLayout
+from kvspec_kernels.ops.attention_plan import Backend
 from kvspec_kernels.packed_format import VERSION, PackedLayout
 from kvspec_kernels.reference import exact, packed_exact
 from kvspec_kernels.reference.codec import reference_of
@@ -77,11 +78,12 @@ class PackedResidual:
         """Bytes of V of a record that does not fit."""
         return self.layout.raw_nbytes
 
-    def anchors_of(self, residual: torch.Tensor) -> torch.Tensor:
+    def anchors_of(self, residual: torch.Tensor, kernels: Backend = "auto") -> torch.Tensor:
         """Return the anchors [N, num_kv_heads, anchor_bytes] of raw residuals [N, num_kv_heads,
-        residual_bytes], contiguous, encoded anew on their device. Do not wait for the device."""
+        residual_bytes], contiguous, encoded anew on their device, on a GPU by `kernels`. Do not
+        wait for the device."""
         if residual.is_cuda:
-            return self._anchors_by_kernel(residual)
+            return self._anchors_by_kernel(residual, kernels)
         anchors = self.anchor_layout.empty_records(residual.shape[:2], residual.device)
         for some in self._at_once(residual):
             k, v = exact.decode(residual[some], self.raw_layout)
@@ -179,7 +181,7 @@ class PackedResidual:
 
         return Unpacker(raw, anchors, self.anchor_layout, self.layout)
 
-    def _anchors_by_kernel(self, residual: torch.Tensor) -> torch.Tensor:
+    def _anchors_by_kernel(self, residual: torch.Tensor, kernels: Backend) -> torch.Tensor:
         # Late import, as below.
         from kvspec_kernels.ops.encode import encode_pages
 
@@ -190,7 +192,7 @@ class PackedResidual:
         index = torch.arange(len(residual), dtype=torch.int32, device=residual.device)
         # The kernel copies raw bits, here to where they are.
         places = (anchors, index, residual, index)
-        encode_pages(k, v, index, *places, self.settings, "exact")
+        encode_pages(k, v, index, *places, self.settings, "exact", kernels)
         return anchors
 
     def _pack_by_kernel(

@@ -69,9 +69,9 @@ class GpuKVCache(PagedKVCache):
         parts = (geometry, plan, codec.residual_bytes, device)
         self._offloaded: OffloadedResidualCache | None = None
         if plan.host_pages:
-            anchors = None if plan.pages_without_anchors else lambda: self.anchors
+            anchors = None if plan.page_bytes.takes_anchors else lambda: self.anchors
             self._offloaded = OffloadedResidualCache(
-                *parts, copy_streams, packed=codec.packed, anchors=anchors
+                *parts, copy_streams, packed=codec.packed, anchors=anchors, kernels=kernels
             )
         super().__init__(
             geometry,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from kvspec_kernels.ops.attention_plan import Backend
 from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.kv.copy_streams import CopyStreams, Event, make_copy_stream
@@ -45,11 +46,12 @@ class OffloadedResidualCache:
         *,
         packed: PackedResidual | None,
         anchors: Callable[[], RecordPool] | None,
+        kernels: Backend = "auto",
     ) -> None:
         """plan: with a host store. packed: form of residuals in the store, None for raw ones.
         anchors: returns the pool of anchors, by page, which a packed store reads; None if it lacks
-        some, so that the store has its own. Raises ConfigError when the store cannot be allocated
-        or pinned."""
+        some, so that the store has its own. kernels: of these. Raises ConfigError when the store
+        cannot be allocated or pinned."""
         assert plan.host_pages, "offloading needs a plan with a host store"
         # Only the CPU reads and changes this table. Kernels read a copy, `slots_on_device`.
         self._pages = ResidualPages(plan, torch.device("cpu"))
@@ -69,7 +71,7 @@ class OffloadedResidualCache:
             else:
                 link = make_copy_stream(device)
                 self.store = self._packed_store = PackedStore(
-                    self._cache, anchors, packed, num_rows, link, pinned=pinned
+                    self._cache, anchors, packed, num_rows, link, pinned=pinned, kernels=kernels
                 )
         self._device = device
         # Only the CPU's residual cache checks the pages that it reads.

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from kvspec_kernels.ops.attention_plan import Backend
 from sglang_kvspec.codecs.packed_residual import PackedResidual, Unpack
 from sglang_kvspec.kv.copy_streams import CopyStream
 from sglang_kvspec.kv.record_pool import RecordPool
@@ -104,9 +105,10 @@ class StoredAnchors:
         most_pages: int,
         *,
         pinned: bool,
+        kernels: Backend,
     ) -> None:
-        """cache: of raw residuals. most_pages: that come at once."""
-        self._packed, device = packed, cache.by_slot.device
+        """cache: of raw residuals. most_pages: that come at once. kernels: that encode."""
+        self._packed, self._kernels, device = packed, kernels, cache.by_slot.device
         layers, heads = cache.page_shape[:2]
         sizes = (heads, packed.anchor_layout.nbytes)
         cpu = torch.device("cpu")
@@ -125,7 +127,7 @@ class StoredAnchors:
         return self._pool.page(0).nbytes
 
     def of(self, pages: Sequence[int], raw: torch.Tensor) -> torch.Tensor:
-        anchors = self._packed.anchors_of(raw.flatten(0, 1))
+        anchors = self._packed.anchors_of(raw.flatten(0, 1), self._kernels)
         return torch.unflatten(anchors, 0, raw.shape[:2])
 
     def put(self, stream: CopyStream, pages: Sequence[int], anchors: torch.Tensor) -> None:

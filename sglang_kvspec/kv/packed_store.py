@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import torch
 
+from kvspec_kernels.ops.attention_plan import Backend
 from sglang_kvspec.codecs.packed_residual import PackedResidual
 from sglang_kvspec.kv.copy_streams import CopyStream, Event
 from sglang_kvspec.kv.packed_anchors import PackedAnchors, PooledAnchors, StoredAnchors
@@ -41,7 +42,7 @@ def work_bytes(raw_page_bytes: int) -> int:
     """Return the device memory that this takes: in each of two streams raw residuals, their anchors
     and packed records, and V of those that do not fit, together less than 2.6 times AT_ONCE_BYTES
     or a page; and in the stream of fetches two buffers, which may have anchors, and V, together
-    less than 2 times."""
+    less than 2.7 times."""
     return 8 * max(AT_ONCE_BYTES, raw_page_bytes)
 
 
@@ -70,11 +71,12 @@ class PackedStore:
         link: CopyStream,
         *,
         pinned: bool,
+        kernels: Backend = "auto",
     ) -> None:
         """cache: by page. anchors: returns the pool of all pages' anchors, which are there when a
-        page is written or read; None if the KV cache lacks some: anchors then take rows of their
-        own. num_rows: row 0 and one for each page. link: a stream of its own,
-        for copies to the device."""
+        page is written or read. None if the KV cache lacks some: `kernels` then encode anchors
+        anew, in rows of their own. num_rows: row 0 and one for each page. link: a stream of its
+        own, for copies to the device."""
         self._cache, self._packed = cache, packed
         layers, heads = cache.page_shape[:2]
         self._num_records = layers * heads
@@ -96,7 +98,9 @@ class PackedStore:
         if anchors is not None:
             self._anchors = PooledAnchors(anchors, packed, cache)
         else:
-            self._anchors = StoredAnchors(packed, cache, num_rows, self._most_pages, pinned=pinned)
+            self._anchors = StoredAnchors(
+                packed, cache, num_rows, self._most_pages, pinned=pinned, kernels=kernels
+            )
         page = self._records.page(0)
         buffer_bytes = max(self._most_pages * page.nbytes, self._most_layers * page[0].nbytes)
         self._link = link

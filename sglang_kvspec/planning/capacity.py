@@ -19,12 +19,14 @@ RECENT_WINDOW = "recent window"
 @dataclass(frozen=True, slots=True)
 class PageBytes:
     """Bytes of one page over all layers and heads of a rank. packed: of its residual in the packed
-    form, in which a host store may hold it; None: it holds residuals as they are."""
+    form, in which a host store may hold it; None: it holds residuals as they are. takes_anchors:
+    the packed form has the anchors beside it."""
 
     plain: int
     anchor: int
     residual: int
     packed: int | None = None
+    takes_anchors: bool = False
 
     @property
     def store_form(self) -> str:

@@ -194,6 +194,7 @@ def _parts(
             plain=geometry.plain_page_bytes,
             anchor=records * bound.anchor_bytes,
             residual=records * bound.residual_bytes,
+            takes_anchors=packs and anchor_pages is not None,
         ),
         binding="KV memory",
         kept_anchor_pages=kept_anchor_pages,

@@ -28,11 +28,13 @@ def test_a_packed_page_takes_its_anchors_along_where_they_may_be_freed(frees):
         KVGeometry(32, 8, 128, 64, torch.bfloat16), codec, on_gpu=True, frees_anchors=frees
     )
     assert page.stored == 4_485_120 + frees * page.anchor
+    assert page.takes_anchors == frees
     raw = replace(codec, packs=False)
     for is_so in (False, True):
         geometry = KVGeometry(32, 8, 128, 64, torch.bfloat16)
         same = pool_sizing.page_bytes_of(geometry, raw, on_gpu=True, frees_anchors=is_so)
         assert same.stored == same.residual
+        assert not same.takes_anchors
 
 
 @pytest.fixture

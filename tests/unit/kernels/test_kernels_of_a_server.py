@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,9 +46,16 @@ def score_pages(kv):
     DevicePages(kv, queries, None, 2, 2, 4)
 
 
+def encode_anchors_anew(kv):
+    codec = replace(kv.codec, target="exact", packs=True)
+    raw = torch.zeros((1, HEADS, codec.residual_bytes), dtype=torch.uint8)
+    codec.packed._anchors_by_kernel(raw, kv.kernels)
+
+
 OPERATIONS = {
     "encode": encode_a_page,
     "scores": score_pages,
+    "anchors of residuals": encode_anchors_anew,
     "draft": lambda kv: AnchorStep(kv, 4, DraftRows(2, 4, 8, SIZE, CPU), 2),
     "step": lambda kv: RecordStep(kv, 4, DraftRows(2, 4, 8, SIZE, CPU), 2),
 }
@@ -67,9 +75,18 @@ def test_anchors_of_raw_residuals_are_those_of_the_pages(page_size, heads, head_
     k, v = make_pages(3, page_size, heads, head_dim, dtype)
     wanted = codec.encode(k, v)
     raw = wanted.residual.to(device)
-    assert torch.equal(codec.packed._anchors_by_kernel(raw).cpu(), wanted.anchor)
+    assert torch.equal(codec.packed._anchors_by_kernel(raw, "triton").cpu(), wanted.anchor)
     assert torch.equal(raw.cpu(), wanted.residual), "raw residuals stay as they are"
     assert torch.equal(codec.packed.anchors_of(wanted.residual), wanted.anchor)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_a_store_encodes_its_own_anchors_by_the_kernels_of_the_cache(kernels):
+    kv = make_kv(kernels, "exact")
+    codec = replace(kv.codec, packs=True)
+    plan = replace(kv.plan, host_pages=8, page_bytes=PageBytes(1, 1, 1, 1, takes_anchors=True))
+    made = GpuKVCache(kv.geometry, codec, plan, CPU, kernels=kernels)
+    assert made.residuals.store._anchors._kernels == kernels
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

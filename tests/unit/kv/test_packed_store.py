@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from sglang_kvspec.codecs.registry import make_codec
 from sglang_kvspec.core.errors import CapacityError
 from sglang_kvspec.kv import packed_store
 from sglang_kvspec.kv.copy_streams import SyncStream
@@ -143,6 +144,20 @@ def test_a_store_takes_the_bytes_that_are_planned(hosted, frees):
     planned = stored_page_bytes(RECORDS, packed.record_bytes, packed.raw_v_bytes)
     planned += frees * RECORDS * cache.kv.codec.anchor_bytes
     assert sum(pool.nbytes for pool in pools) == 9 * planned
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(("page_size", "head_dim"), [(64, 128), (32, 16), (128, 256)])
+def test_work_takes_no_more_than_is_set_aside(page_size, head_dim, dtype):
+    sizes = {"page_size": page_size, "head_dim": head_dim, "dtype": dtype}
+    codec = make_codec("uniform4", target="exact", packs=True, **sizes)
+    packed, raw = codec.packed, codec.residual_bytes
+    # Of a record, over its raw bytes. Two streams pack or unpack.
+    share = (raw + codec.anchor_bytes + packed.record_bytes + packed.raw_v_bytes) / raw
+    buffers = 2 * (packed.record_bytes + codec.anchor_bytes) / raw + 1 / 4
+    assert share < 2.6
+    assert buffers < 2.7
+    assert (2 * share + buffers) * packed_store.AT_ONCE_BYTES < packed_store.work_bytes(raw)
 
 
 @pytest.mark.parametrize("pages", [[], [2], [5, 1, 2, 4, 3]])
