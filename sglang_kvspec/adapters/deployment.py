@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from sglang_kvspec.core.codec_names import UNTRIED_ON_GPU
 from sglang_kvspec.core.config import AUTO_RESIDUAL, KVSpecConfig, Weights
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.units import GIB
@@ -32,6 +33,10 @@ def choose_by_forecast(
         return Choice(otherwise, "there are no figures for Triton kernels")
     if (product := torch.cuda.get_device_name()) not in PRODUCTS:
         return Choice(otherwise, f"there are no figures for {product}")
+    if config.codec in UNTRIED_ON_GPU:
+        return Choice(otherwise, f"there are no figures for {config.codec} on a GPU")
+    if config.exact_residual == "packed" and config.frees_anchors:
+        return Choice(otherwise, "there are no figures for packed residuals with freed anchors")
     try:
         return choose(_deployment(config, fields, model, PRODUCTS[product]))
     except ConfigError as error:
@@ -47,7 +52,7 @@ def _deployment(
     # The dtype that is served, whatever the model was saved in.
     dtype = str(model.dtype).removeprefix("torch.")
     shape = ModelShape.from_config(model.hf_text_config.to_dict() | {"dtype": dtype})
-    # Codecs of other packages, and those without kernels, have no figures of their own.
+    # Codecs of other packages have no figures of their own.
     codec = config.codec if config.codec in MEASURED_ACCEPTANCE else "uniform4"
     is_raw = not config.host_gb or config.exact_residual == AUTO_RESIDUAL
     weights = config.draft_weights if config.weight_checkpoint is None else "int4"

@@ -64,6 +64,7 @@ def test_a_server_of_8b_with_little_host_memory_packs(chosen):
         ({"compressor": "snapkv:keep_anchors=false"}, "no forecast knows packed residuals beside"),
         ({"prefix_host_gb": 1}, "prefix tiers and transfers share pages of one form"),
         ({"kernels": "triton"}, "there are no figures for Triton kernels"),
+        ({"codec": "turboquant"}, "packing needs uniform4 anchors of 4 bits"),
     ],
 )
 def test_other_servers_keep_residuals_raw(chosen, changes, reason):

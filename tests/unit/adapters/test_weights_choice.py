@@ -80,11 +80,27 @@ def test_a_model_without_a_forecast_uses_its_own_weights(chosen, changes, reason
     assert reason in log
 
 
-def test_triton_kernels_have_no_figures(caplog):
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kernels": "triton"}, "there are no figures for Triton kernels"),
+        ({"codec": "turboquant"}, "there are no figures for turboquant on a GPU"),
+        (
+            {
+                "exact_residual": "packed",
+                "host_gb": 1,
+                "compressor": "snapkv:keep_anchors=false",
+                "draft_budget": 0.1,
+            },
+            "there are no figures for packed residuals with freed anchors",
+        ),
+    ],
+)
+def test_what_has_no_figures_uses_the_models_own_weights(caplog, changes, reason):
     with caplog.at_level(logging.INFO):
-        config = with_weights(replace(AUTO, kernels="triton"), FIELDS, model_of(), on_gpu=True)
+        config = with_weights(replace(AUTO, **changes), FIELDS, model_of(), on_gpu=True)
     assert config.draft_weights == "target"
-    assert "there are no figures for Triton kernels" in caplog.text
+    assert reason in caplog.text
 
 
 def test_an_unknown_gpu_and_a_cpu_use_the_models_own_weights(monkeypatch, chosen):
