@@ -6,9 +6,11 @@ import sys
 from dataclasses import MISSING, fields
 from typing import Any
 
+from sglang_kvspec.core.codec_names import UNTRIED_ON_GPU
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.registry import Registry
 from sglang_kvspec.core.seams import CODECS, SCORERS
+from sglang_kvspec.core.sglang_releases import UNTESTED_NAME
 from sglang_kvspec.planning.compressor_choice import ALL_TOKENS
 from sglang_kvspec.planning.measured_compressors import DRAFT_LEN, MEASURED, PLACES
 
@@ -29,6 +31,14 @@ def _title_of(codec: Any) -> str:
     return line.removeprefix("Declaration of ").rstrip(".")
 
 
+def _place_of(codec: Any) -> str:
+    if not codec.has_kernels:
+        return "on a CPU only"
+    if codec.name in UNTRIED_ON_GPU:
+        return f"on a CPU, on a GPU with {UNTESTED_NAME}=1"
+    return "on a GPU and a CPU"
+
+
 def _described(kind: str, registry: Registry, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "kind": kind, "flag": f"{registry.flag} {name}"}
     try:
@@ -40,7 +50,7 @@ def _described(kind: str, registry: Registry, name: str) -> dict[str, Any]:
             **found,
             "paper": _title_of(made),
             "keeps": f"all tokens, in {', '.join(map(str, made.bit_choices))} bits",
-            "cost": "on a GPU and a CPU" if made.has_kernels else "on a CPU only",
+            "cost": _place_of(made),
             "options": {},
             "measured": _measured_of(ALL_TOKENS, name),
         }

@@ -90,12 +90,12 @@ def check_sglang_version(*, on_gpu: bool) -> None:
 
 
 def check_untested(flag: str, allowed: str) -> None:
-    """Raise UnsupportedError for a flag with which no GPU server was tested. With UNTESTED_NAME,
+    """Raise UnsupportedError for a flag with which no GPU server has run. With UNTESTED_NAME,
     log a warning instead. allowed: what to use there."""
     _refuse_untested(
-        f"{flag} was not tested on a GPU and serves on a CPU only (allowed on a GPU: {allowed}): "
-        f"use that, or set {UNTESTED_NAME}=1 to try this one",
-        f"{flag} was not tested on a GPU",
+        f"no GPU server has run {flag} (allowed on a GPU: {allowed}): use that, or set "
+        f"{UNTESTED_NAME}=1 to try this one",
+        f"no GPU server has run {flag}",
     )
 
 

@@ -12,8 +12,7 @@ from sglang_kvspec.adapters.kernel_choice import check_deterministic_sizes, chec
 from sglang_kvspec.adapters.target_choice import DETERMINISTIC, target_attention_name
 from sglang_kvspec.adapters.weight_checkpoint import WeightCheckpoint
 from sglang_kvspec.codecs.base import Codec
-from sglang_kvspec.codecs.registry import find_codec, make_codec
-from sglang_kvspec.core.codec_names import codec_names
+from sglang_kvspec.codecs.registry import make_codec, tried_on_gpu
 from sglang_kvspec.core.config import KVSpecConfig, Target
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 
@@ -96,7 +95,7 @@ def check_model(
         packs=config.packs_residuals,
     )
     if on_gpu and not codec.settings.has_kernels:
-        allowed = ", ".join(name for name in codec_names() if find_codec(name).has_kernels)
+        allowed = ", ".join(tried_on_gpu())
         raise UnsupportedError(
             f"--kvspec-codec {config.codec} has no GPU kernels and serves on a CPU only "
             f"(allowed on a GPU: {allowed})"

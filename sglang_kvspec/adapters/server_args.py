@@ -21,6 +21,8 @@ from sglang_kvspec.adapters.target_choice import (
     target_attention_name,
 )
 from sglang_kvspec.adapters.transfer_flags import check_plain_transfer, check_transfer_flags
+from sglang_kvspec.codecs.registry import tried_on_gpu
+from sglang_kvspec.core.codec_names import UNTRIED_ON_GPU
 from sglang_kvspec.core.config import DEFAULT_PAGE_SIZE, KVSpecConfig
 from sglang_kvspec.core.errors import ConfigError, UnsupportedError
 from sglang_kvspec.core.flag_needs import Server, stores_or_sends_residuals
@@ -239,11 +241,15 @@ def check_gpu_flags(config: KVSpecConfig, kwargs: dict[str, Any]) -> None:
     not support on a GPU. Raises ConfigError as load_target_attention()."""
     check_gpus(config.kernels)
     _check_needs(config, kwargs, on_gpu=True)
-    if config.codec == "turboquant":
-        # Its kernels ran on a GPU, a server with them did not.
-        activation.check_untested("--kvspec-codec turboquant", "uniform4, log4")
-    if config.exact_residual == "packed" and config.frees_anchors:
-        activation.check_untested("--kvspec-exact-residual packed with keep_anchors=false", "raw")
+    if config.codec in UNTRIED_ON_GPU:
+        activation.check_untested(f"--kvspec-codec {config.codec}", ", ".join(tried_on_gpu()))
+    if config.exact_residual == "packed":
+        for what, is_asked in (
+            ("keep_anchors=false", config.frees_anchors),
+            ("--kvspec-prefix-server", config.prefix_server is not None),
+        ):
+            if is_asked:
+                activation.check_untested(f"--kvspec-exact-residual packed with {what}", "raw")
     deterministic = bool(kwargs.get("enable_deterministic_inference"))
     if config.target_attention is not None:
         load_target_attention(config, deterministic=deterministic)

@@ -19,7 +19,7 @@ from kvspec_kernels.formats import (
 )
 from sglang_kvspec.codecs.base import Codec
 from sglang_kvspec.codecs.record_codec import RecordCodec
-from sglang_kvspec.core.codec_names import load_codec
+from sglang_kvspec.core.codec_names import UNTRIED_ON_GPU, codec_names, load_codec
 from sglang_kvspec.core.config import Target
 from sglang_kvspec.core.errors import ConfigError
 
@@ -33,6 +33,15 @@ def find_codec(name: str) -> type[CodecSpec]:
             f"kvspec_kernels.codecs.CodecSpec, got {found!r}"
         )
     return found
+
+
+def tried_on_gpu() -> list[str]:
+    """Return the names of codecs that GPU servers take without a switch."""
+    return [
+        name
+        for name in codec_names()
+        if find_codec(name).has_kernels and name not in UNTRIED_ON_GPU
+    ]
 
 
 def make_codec(

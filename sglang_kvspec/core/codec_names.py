@@ -7,6 +7,9 @@ from typing import Any
 from sglang_kvspec.core.errors import ConfigError
 from sglang_kvspec.core.seams import CODECS
 
+# Codecs with kernels, of which no GPU server has run one.
+UNTRIED_ON_GPU = frozenset({"turboquant"})
+
 
 def codec_names() -> tuple[str, ...]:
     """Return the names that --kvspec-codec takes."""

@@ -103,7 +103,8 @@ NETWORK_FLAGS: tuple[Flag, ...] = (
         "(`packed`), about half as many bytes in bf16, or in host memory the form for which "
         "clearly more tokens/s are expected (`auto`)",
         note="both servers of a transfer, and all servers of a prefix server or folder, need the "
-        "same form to share pages, so `auto` is `raw` with any of these, and on a CPU",
+        "same form to share pages, so `auto` is `raw` with any of these, and on a CPU; a GPU takes "
+        "`packed` with `--kvspec-prefix-server` with `SGLANG_KVSPEC_UNTESTED=1` only",
         needs=(
             Need(
                 _unless_auto(has_exact_target),

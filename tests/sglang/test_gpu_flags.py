@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -126,8 +127,8 @@ def test_packed_residuals_need_values_of_two_bytes() -> None:
         ({"host_gb": 1}, {}),
         ({"host_gb": 1}, {"disaggregation_mode": "decode"}),
         ({"transfer": "full", "host_gb": 1}, {"disaggregation_mode": "decode"}),
-        ({"prefix_server": "tcp://127.0.0.1:5"}, {}),
         ({"prefix_host_gb": 1}, {}),
+        ({"prefix_dir": "x"}, {}),
     ],
 )
 def test_a_gpu_packs_residuals_wherever_they_are_outside_of_its_memory(
@@ -145,10 +146,15 @@ FREED = {"compressor": "snapkv:keep_anchors=false", "draft_budget": 0.1, "host_g
 @pytest.mark.parametrize(
     ("options", "flag", "allowed"),
     [
-        ({"codec": "turboquant"}, "--kvspec-codec turboquant", "uniform4, log4"),
+        ({"codec": "turboquant"}, "--kvspec-codec turboquant", "log4, uniform4"),
         (
             {"exact_residual": "packed", **FREED},
             "--kvspec-exact-residual packed with keep_anchors=false",
+            "raw",
+        ),
+        (
+            {"exact_residual": "packed", "prefix_server": "tcp://127.0.0.1:5"},
+            "--kvspec-exact-residual packed with --kvspec-prefix-server",
             "raw",
         ),
     ],
@@ -166,14 +172,14 @@ def test_what_no_gpu_server_has_run_is_tried_where_that_is_asked_for(
     with pytest.raises(UnsupportedError) as caught:
         check_gpu_flags(config, {})
     assert str(caught.value) == (
-        f"{flag} was not tested on a GPU and serves on a CPU only (allowed on a GPU: {allowed}): "
-        "use that, or set SGLANG_KVSPEC_UNTESTED=1 to try this one"
+        f"no GPU server has run {flag} (allowed on a GPU: {allowed}): use that, or set "
+        "SGLANG_KVSPEC_UNTESTED=1 to try this one"
     )
     for form in ("raw", "auto"):
-        check_gpu_flags(KVSpecConfig(exact_residual=form, **FREED), {})
+        check_gpu_flags(replace(config, codec="uniform4", exact_residual=form), {})
     monkeypatch.setenv(UNTESTED_NAME, "1")
     check_gpu_flags(config, {})
-    assert f"{flag} was not tested on a GPU" in caplog.text
+    assert f"no GPU server has run {flag}" in caplog.text
 
 
 def test_cuda_kernels_are_asked_for_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
