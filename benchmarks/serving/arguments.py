@@ -94,7 +94,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add the options on servers that all benchmarks of serving share."""
     add = parser.add_argument
     add("--replay", action="store_true", help="replay acceptance on a model with weights, too")
-    add("--codec", choices=("log4", "turboquant", "uniform4"), default="uniform4")
+    add("--codec", choices=("log4", "uniform4"), default="uniform4")
     add("--curve", type=Path, default=RESULTS / "acceptance.json", help="acceptance to replay")
     add("--traces", type=Traces.of, metavar="RESULT[:SCORER]", help="traces to replay, at the "
         "context length of the points: of views, from bench_views.py, or of a scorer over 4-bit "

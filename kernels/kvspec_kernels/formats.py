@@ -62,9 +62,9 @@ the product of K and Q.
 K's fields come before V's. Each part of an anchor starts at a multiple of 16 bytes, so that a
 kernel can fetch K and V separately. Every record is padded with zero bytes to a multiple of 16.
 
-Codecs without kernels (kivi, kvquant, rotatekv, turboquant) store codes and metadata row by row,
-codes in the order of tokens and channels (`reference/bit_packing.py`). Their declarations list the
-fields. They have residuals of the target exact only.
+The codecs of other papers (kivi, kvquant, rotatekv, turboquant) store codes and metadata row by
+row, codes in the order of tokens and channels (`reference/bit_packing.py`). Their declarations list
+the fields. They have residuals of the target exact only.
 
 log4 scales are 12-bit floats: the leading bits (8 exponent, 4 mantissa) of a positive fp32. A
 record stores the smallest 12-bit pattern that it needs as its base. Each scale is an 8-bit offset

@@ -15,7 +15,8 @@ from kvspec_kernels.codecs.fields import (
 from kvspec_kernels.codecs.kernels import TritonDecode, TritonEncode
 from kvspec_kernels.codecs.spec import CodecSpec
 
-# A program takes 16 tokens at a time, so these are a quarter of what a thread holds.
+# Of a page. A program takes 16 tokens at a time, so a thread holds fewer at once, for pages of 64 a
+# quarter of these.
 THREAD_ELEMENTS = 64
 
 

@@ -33,8 +33,8 @@ def turboquant_part(
     WITH_CORRECTIONS: tl.constexpr,
     LAW: tl.constexpr,
 ):
-    """Write K or V of a page. Arguments are those of records.py. edges_ptr: a number below all
-    edges between levels, the edges in order, then the signs of the rotation."""
+    """Write K or V of a page. Arguments are those of records.py. edges_ptr: an unused number, the
+    edges between levels in order, then the signs of the rotation."""
     BLOCK: tl.constexpr = HEAD_DIM & -HEAD_DIM
     WIDTH: tl.constexpr = next_power_of_2(HEAD_DIM)
     BLOCKS: tl.constexpr = WIDTH // BLOCK

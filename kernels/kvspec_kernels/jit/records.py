@@ -3,8 +3,9 @@
 Arguments that the functions share: page_ptr, pairs of the page's first token (`page_pairs.py`);
 anchor_ptr, int32, start of the anchor record; corrections_ptr, int32, start of the part's
 corrections in the residual record; FIELDS, offsets in the anchor record, in words, of the part's
-codes and of its two arrays of metadata; edges_ptr and LAW, the codec's law (`encode_log4.py`),
-unused by a uniform codec; one, the number 1 (see `encode.py`); CHUNK, tokens that share metadata.
+codes and of its arrays of metadata; edges_ptr, 0 and the codec's encode_table(); LAW, the rest of
+log4's law (`encode_log4.py`), else empty; one, the number 1 (see `encode.py`); CHUNK, tokens that
+share metadata.
 Corrections are written only for the target int8. With 2-bit anchors, the rest of the codes follows
 the corrections.
 """

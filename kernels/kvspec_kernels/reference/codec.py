@@ -67,8 +67,8 @@ class KernelReference(ReferenceCodec, Protocol):
     """Reference of a codec that has kernels. The kernels and their tests use it."""
 
     def encode_table(self, settings: Any, head_dim: int) -> list[float]:
-        """Return numbers that jit/encode.py hands to the codec's functions, such as the magnitudes
-        at which the code grows by one. Empty for a uniform codec."""
+        """Return numbers that jit/encode.py hands to the codec's functions, behind a 0, such as the
+        magnitudes at which the code grows by one. Empty for a uniform codec."""
         ...
 
     def code_values(

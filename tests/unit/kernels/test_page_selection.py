@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvspec_kernels.codecs.turboquant import TurboQuantSettings
-from kvspec_kernels.formats import Log4Settings, Uniform4Settings
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout
 from kvspec_kernels.ops.page_selection import PageSelection, ScoredRequests, SelectedLists
+from kvspec_kernels.reference import rows, turboquant
 from kvspec_kernels.reference.attention import PageReader
 from kvspec_kernels.reference.page_selection import page_mass, select_pages, updated_mass
 from kvspec_testkit.kernels.cases import make_case
@@ -24,8 +25,6 @@ CODECS = {
     "log4": Log4Settings.for_page,
     "turboquant": TurboQuantSettings.for_page,
 }
-# Rotated numbers round to other bf16 numbers than those of the reference, to no others in fp32.
-DTYPES = {"turboquant": torch.float32}
 
 
 def case_of(num_pages, settings, page_size, group, head_dim, dtype, device):
@@ -78,9 +77,17 @@ def requests(case, num_queries, known=None):
 def expected_mass(case, q, request, count):
     begin, end = case.indptr[request : request + 2].tolist()
     first = request * MOST_QUERIES
-    reader = PageReader(case.settings, "anchor", case.page_size, q.shape[-1], q.dtype, case.anchors)
-    k, _ = reader.read(case.indices[begin:end], q.dtype)
-    return page_mass(q[first : first + count], k, case.page_size, q.shape[-1] ** -0.5)
+    q, pages = q[first : first + count], case.indices[begin:end]
+    if isinstance(case.settings, TurboQuantSettings):
+        # Rotated numbers round to others.
+        layout = anchor_layout(case.settings, case.page_size, q.shape[-1])
+        rotated, _ = turboquant.decode_rotated(case.anchors[pages.long()], case.settings, layout)
+        k = rows.to_pages(rotated, q.dtype).flatten(0, 1)
+        q = turboquant.rotate(q.float(), case.settings).to(q.dtype)
+    else:
+        sizes = (case.page_size, q.shape[-1], q.dtype)
+        k, _ = PageReader(case.settings, "anchor", *sizes, case.anchors).read(pages, q.dtype)
+    return page_mass(q, k, case.page_size, q.shape[-1] ** -0.5)
 
 
 @pytest.fixture(params=["triton", "cuda"])
@@ -100,9 +107,9 @@ def test_mass_is_the_attention_on_each_page(
     device, backend, codec, bits, page_size, group, head_dim
 ):
     counts, num_queries = [3, 0, 17, 1, 5], [4, 2, 1, 3, 0]
-    settings, dtype = CODECS[codec](page_size, bits), DTYPES.get(codec, torch.bfloat16)
-    case = case_of(counts, settings, page_size, group, head_dim, dtype, device)
-    q = queries(case, len(counts), dtype, device)
+    settings = CODECS[codec](page_size, bits)
+    case = case_of(counts, settings, page_size, group, head_dim, torch.bfloat16, device)
+    q = queries(case, len(counts), torch.bfloat16, device)
     if backend == "cuda" and (head_dim == 32 or codec == "turboquant"):
         with pytest.raises(ValueError, match="backend 'cuda' needs"):
             selection_of(case, q, backend=backend)

@@ -1,4 +1,5 @@
-"""TurboQuant's kernels against its reference: every byte of its records, and drafts from them."""
+"""TurboQuant's encoder against its reference: every byte of its records. Drafts from them are among
+the cases of test_draft_attention.py and test_page_selection.py."""
 
 from __future__ import annotations
 
