@@ -209,15 +209,14 @@ def encode_figures(bandwidth: float) -> list[Figure]:
     """Time the encoding of whole pages, and the append of one token per request."""
 
     def timer(call: Callable[[], object]) -> tuple[float, float]:
-        timing = measure([call] * 4)
-        return timing.median_s, timing.spread_s
+        return _seconds(measure([call] * 4))
 
     figures, shares = [], []
     encoded = encode_cases.bench_encode(timer)
     for case, values in encoded.items():
         relative = values["spread_ms"] / values["ms"]
-        tbps, share = values["tbps"], values["moved_tbps"] * 1e12 / bandwidth
-        figures.append(Figure(f"encode.{case}.tbps", tbps, "TB/s of BF16 read", tbps * relative))
+        share = values["moved_tbps"] * 1e12 / bandwidth
+        figures.append(_encoded(case, values))
         name = f"encode.{case}.bandwidth_share"
         shares.append(Figure(name, share, "of copy bandwidth", share * relative, 1.0))
         console.print(
@@ -250,14 +249,21 @@ def rotated_figures(bandwidth: float) -> list[Figure]:
         torch.cuda.empty_cache()
 
     def timer(call: Callable[[], object]) -> tuple[float, float]:
-        timing = measure([call], ROTATED_REPLAYS)
-        return timing.median_s, timing.spread_s
+        return _seconds(measure([call], ROTATED_REPLAYS))
 
     for case, values in encode_cases.bench_encode(timer, codecs, ("exact",)).items():
-        tbps, relative = values["tbps"], values["spread_ms"] / values["ms"]
-        figures.append(Figure(f"encode.{case}.tbps", tbps, "TB/s of BF16 read", tbps * relative))
-        console.print(f"encode {case}: {tbps:.2f} TB/s read")
+        figures.append(_encoded(case, values))
+        console.print(f"encode {case}: {values['tbps']:.2f} TB/s read")
     return figures
+
+
+def _seconds(timing: Timing) -> tuple[float, float]:
+    return timing.median_s, timing.spread_s
+
+
+def _encoded(case: str, values: Mapping[str, float]) -> Figure:
+    tbps, relative = values["tbps"], values["spread_ms"] / values["ms"]
+    return Figure(f"encode.{case}.tbps", tbps, "TB/s of BF16 read", tbps * relative)
 
 
 def _ratio(name: str, base: Timing, ours: Timing) -> Figure:

@@ -6,10 +6,9 @@ the package knows of them, sglang_kvspec/planning/measured_compressors.py.
 
 Paths are relative to benchmarks/results. --others: results of other scripts, whose figures named
 `compressors.` are taken over. --serving: results of bench_serving.py on one GPU, by the name of
-what drafts read. --freed: result of bench_serving.py with plain SGLang
-and a server that frees anchors, at one --mem-fraction-static. `settings.parts` says where, when and
-at which commit each part was measured; --commit-of gives the commit of a part from a machine
-without git.
+what drafts read. --freed: result of bench_serving.py with plain SGLang and a server that frees
+anchors, at one --mem-fraction-static. `settings.parts` says where, when and at which commit each
+part was measured; --commit-of gives the commit of a part from a machine without git.
 
 Figures: compressors.PLACE.METHOD.WHAT of each run. compressors.methods: number of scorers and
 codecs. compressors.PLACE.best.bytes_vs_dense4: fewest bytes of a method that keeps 0.9 of the

@@ -118,11 +118,6 @@ class StoredAnchors:
         self._unpack = [packed.unpacker(cache.by_slot, buffer) for buffer in self._buffers]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return self._pool.nbytes
-
-    @property
     def page_bytes(self) -> int:
         return self._pool.page(0).nbytes
 

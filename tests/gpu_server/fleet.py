@@ -66,7 +66,7 @@ REPEATS = ("--kvspec-compressor=kvzip", "--kvspec-draft-budget=0.1")
 # of 16 bits.
 PACKED = ("--kvspec-exact-residual=packed", HOSTED)
 ONLY_ON_GPU = ("packed hosted", "kept packed", "packed pair", "freed packed")
-# What no GPU server has run yet.
+# Servers start with this switch where no GPU has run their flags yet.
 UNTESTED = {"SGLANG_KVSPEC_UNTESTED": "1"}
 UNEVEN_SCORES = ("--kvspec-compressor=random:heads=model", "--kvspec-draft-budget=0.3")
 KEPT = ("--kvspec-prefix-hbm-fraction=0.02", "--kvspec-prefix-host-gb=0.03")

@@ -15,8 +15,8 @@ from kvspec_kernels.codecs.fields import (
 from kvspec_kernels.codecs.kernels import TritonDecode, TritonEncode
 from kvspec_kernels.codecs.spec import CodecSpec
 
-# Of a page. A program takes 16 tokens at a time, so a thread holds fewer at once, for pages of 64 a
-# quarter of these.
+# Values of a page for each thread. A thread holds fewer at once, as the kernel takes 16 tokens at a
+# time: a quarter of these for pages of 64.
 THREAD_ELEMENTS = 64
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvspec_kernels.jit import arithmetic
 from kvspec_kernels.jit.hadamard import MOST_STAGES, load_signs, rotate
-from kvspec_kernels.jit.sizes import next_power_of_2
+from kvspec_kernels.jit.sizes import hadamard_block, next_power_of_2
 
 # Tokens of a step of a program. Squares in fp64 of more would not fit registers.
 TOKENS = tl.constexpr(16)
@@ -35,7 +35,7 @@ def turboquant_part(
 ):
     """Write K or V of a page. Arguments are those of records.py. edges_ptr: an unused number, the
     edges between levels in order, then the signs of the rotation."""
-    BLOCK: tl.constexpr = HEAD_DIM & -HEAD_DIM
+    BLOCK: tl.constexpr = hadamard_block(HEAD_DIM)
     WIDTH: tl.constexpr = next_power_of_2(HEAD_DIM)
     BLOCKS: tl.constexpr = WIDTH // BLOCK
     channels = tl.arange(0, WIDTH)

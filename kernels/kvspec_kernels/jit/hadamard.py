@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvspec_kernels.jit.sizes import hadamard_block
+
 # The largest block has 2^8 channels.
 MOST_STAGES = tl.constexpr(8)
 
@@ -17,13 +19,13 @@ MOST_STAGES = tl.constexpr(8)
 @triton.jit
 def rotate(rows, signs, HEAD_DIM: tl.constexpr):
     """Return rows [M, D] fp32 rotated. signs: [D] fp32."""
-    return _hadamard(rows * signs[None, :], HEAD_DIM & -HEAD_DIM)
+    return _hadamard(rows * signs[None, :], hadamard_block(HEAD_DIM))
 
 
 @triton.jit
 def rotate_back(rows, signs, HEAD_DIM: tl.constexpr):
     """Invert rotate."""
-    return _hadamard(rows, HEAD_DIM & -HEAD_DIM) * signs[None, :]
+    return _hadamard(rows, hadamard_block(HEAD_DIM)) * signs[None, :]
 
 
 @triton.jit

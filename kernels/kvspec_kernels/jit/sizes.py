@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import triton
 
+from kvspec_kernels.codecs import fields
+
+# Called in kernels.
+hadamard_block = triton.constexpr_function(fields.hadamard_block)
+
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def next_power_of_2(n: int) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvspec_kernels.jit.sizes import hadamard_block
+
 
 @triton.jit
 def decode_turboquant(
@@ -30,7 +32,7 @@ def decode_turboquant(
 ):
     """Return rotated fp32 values of `tokens` and `channels`. Arguments are those of decode_log4.
     SCALE: of the norms. table_ptr: levels, then signs."""
-    BLOCK: tl.constexpr = HEAD_DIM & -HEAD_DIM
+    BLOCK: tl.constexpr = hadamard_block(HEAD_DIM)
     ROW: tl.constexpr = HEAD_DIM * ANCHOR_BITS // 8
     codes_ptr = anchor_ptr + CODES
     if ANCHOR_BITS == 3:

@@ -90,7 +90,7 @@ class AttentionCase:
             tail = attention.WindowTail(k, v, *self.tail[2:])
         out, lse = attention.paged_attention(
             rotate(self.q.float()),
-            _RotatedReader(settings, self.page_size, self.q.shape[-1], self.anchors),
+            RotatedReader(settings, self.page_size, self.q.shape[-1], self.anchors),
             self.indptr,
             self.indices,
             self.last_page_len,
@@ -111,7 +111,7 @@ class AttentionCase:
 
 
 @dataclass(frozen=True, slots=True)
-class _RotatedReader:
+class RotatedReader:
     """PageReader of TurboQuant's anchors that leaves them rotated."""
 
     settings: TurboQuantSettings

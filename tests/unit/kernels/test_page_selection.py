@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kvspec_kernels.codecs.turboquant import TurboQuantSettings
-from kvspec_kernels.formats import Log4Settings, Uniform4Settings, anchor_layout
+from kvspec_kernels.formats import Log4Settings, Uniform4Settings
 from kvspec_kernels.ops.page_selection import PageSelection, ScoredRequests, SelectedLists
-from kvspec_kernels.reference import rows, turboquant
+from kvspec_kernels.reference import turboquant
 from kvspec_kernels.reference.attention import PageReader
 from kvspec_kernels.reference.page_selection import page_mass, select_pages, updated_mass
-from kvspec_testkit.kernels.cases import make_case
+from kvspec_testkit.kernels.cases import RotatedReader, make_case
 
 MOST_QUERIES, MAX_PAGES, MOST_PAGES = 4, 40, 32
 # The CUDA kernel folds scales into queries and rounds these to fp16 (2^-11 of scores of about 4).
@@ -80,13 +80,12 @@ def expected_mass(case, q, request, count):
     q, pages = q[first : first + count], case.indices[begin:end]
     if isinstance(case.settings, TurboQuantSettings):
         # Rotated numbers round to others.
-        layout = anchor_layout(case.settings, case.page_size, q.shape[-1])
-        rotated, _ = turboquant.decode_rotated(case.anchors[pages.long()], case.settings, layout)
-        k = rows.to_pages(rotated, q.dtype).flatten(0, 1)
+        reader = RotatedReader(case.settings, case.page_size, q.shape[-1], case.anchors)
         q = turboquant.rotate(q.float(), case.settings).to(q.dtype)
     else:
         sizes = (case.page_size, q.shape[-1], q.dtype)
-        k, _ = PageReader(case.settings, "anchor", *sizes, case.anchors).read(pages, q.dtype)
+        reader = PageReader(case.settings, "anchor", *sizes, case.anchors)
+    k, _ = reader.read(pages, q.dtype)
     return page_mass(q, k, case.page_size, q.shape[-1] ** -0.5)
 
 

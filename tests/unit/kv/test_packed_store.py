@@ -140,7 +140,7 @@ def test_the_link_moves_v_of_records_that_do_not_fit(hosted, frees):
 def test_a_store_takes_the_bytes_that_are_planned(hosted, frees):
     cache = hosted(num_pages=8, frees=frees)
     store, packed = cache.store, cache.kv.codec.packed
-    pools = [store._records, store._spare, *([store._anchors] if frees else [])]
+    pools = [store._records, store._spare, *([store._anchors._pool] if frees else [])]
     planned = stored_page_bytes(RECORDS, packed.record_bytes, packed.raw_v_bytes)
     planned += frees * RECORDS * cache.kv.codec.anchor_bytes
     assert sum(pool.nbytes for pool in pools) == 9 * planned
@@ -152,7 +152,7 @@ def test_work_takes_no_more_than_is_set_aside(page_size, head_dim, dtype):
     sizes = {"page_size": page_size, "head_dim": head_dim, "dtype": dtype}
     codec = make_codec("uniform4", target="exact", packs=True, **sizes)
     packed, raw = codec.packed, codec.residual_bytes
-    # Of a record, over its raw bytes. Two streams pack or unpack.
+    # The share is over the raw bytes of a record. Two streams pack or unpack.
     share = (raw + codec.anchor_bytes + packed.record_bytes + packed.raw_v_bytes) / raw
     buffers = 2 * (packed.record_bytes + codec.anchor_bytes) / raw + 1 / 4
     assert share < 2.6
